@@ -134,6 +134,13 @@ def trace() -> Any:
     return af.report.figure(replace(result, model="SmolLM2"))
 
 
+def flow() -> Any:
+    """Who told SmolLM2 an answer: heads that carry it from token to token, and entries."""
+    text = "When Mary and John went to the store, John gave a drink to"
+    result = af.explain.answer(af.load_model("smollm2-135m"), text, " Mary", against=" John")
+    return af.report.figure(replace(result, model="SmolLM2"))
+
+
 def page() -> Any:
     """A page of `af.report.page` in a browser, once light and once dark, in one file."""
     from playwright.sync_api import sync_playwright
@@ -172,7 +179,8 @@ def terminal() -> Any:
 
 
 PICTURES: tuple[Callable[[], Any], ...] = (
-    mask, hasse, window, chains, growth, witness, gap, tree, measured, audit, bias, plane, why, trace, page, terminal,
+    mask, hasse, window, chains, growth, witness, gap, tree, measured, audit, bias, plane, why, trace, flow, page,
+    terminal,
 )  # fmt: skip
 
 

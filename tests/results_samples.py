@@ -14,7 +14,8 @@ import torch
 import attnflow as af
 from attnflow._core.results import Result
 from attnflow.audit.measurement import MeasuredOrder
-from attnflow.bias.graph import BiasGraph, Edge
+from attnflow.bias.graph import BiasEdge, BiasGraph
+from attnflow.explain.explanation import Link, Source, SourceGraph
 from attnflow.geometry.pairs import PairScores
 from attnflow.masks import Mask
 
@@ -83,6 +84,12 @@ def _tiny_attribution() -> Any:
     return af.geometry.attribute(tiny("Llama", torch.float32), [5, 6, 7], layer=1, head=1)
 
 
+def _tiny_explanation() -> Any:
+    from tests.models import tiny
+
+    return af.explain.answer(tiny("Llama", torch.float32), [5, 6, 7, 8], answer=3, against=4)
+
+
 PLAIN: dict[Any, Any] = {
     int: 3,
     float: 0.25,
@@ -101,7 +108,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     ),
     "Hasse": lambda: af.order.analyze(af.masks.butterfly(LENGTH)).hasse,
     "LeakReport": lambda: af.tasks.check(af.tasks.merge(af.tasks.causal_lm([5] * LENGTH))),
-    "BiasGraph": lambda: BiasGraph(("a", "b"), (Edge(0, 1, 0.5),), "2 layers"),
+    "BiasGraph": lambda: BiasGraph(("a", "b"), (BiasEdge(0, 1, 0.5),), "2 layers"),
     "QueryBias": lambda: _tiny_map(lambda bias_map: bias_map.at(3)),
     "Trace": _tiny_trace,
     "EntryReport": _tiny_entry,
@@ -110,6 +117,11 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "FlashMask": lambda: af.masks.export.flashmask(af.masks.longformer(9, 2)),
     "MagiRanges": lambda: af.masks.export.magi(af.masks.prefix_lm(LENGTH, 2)),
     "Varlen": lambda: af.masks.export.varlen(af.masks.document([2, 1])),
+    "Explanation": _tiny_explanation,
+    "SourceGraph": lambda: SourceGraph(
+        (Source("token", None, 0, "", None, 0.5, 0.4, text="a"), Source("entry", 1, 1, "", 7, -0.2, 0.1)),
+        (Link(0, 1, 0.3),),
+    ),
     "BiasMap": lambda: _tiny_map(lambda bias_map: bias_map),
     "LayerMap": lambda: _tiny_map(lambda bias_map: bias_map.layers[0]),
 }

@@ -12,21 +12,16 @@ from tests.catalogue_cases import MASKS
 
 
 @st.composite
-def relations(draw, max_queries: int = 8, max_keys: int | None = None, square: bool = False) -> np.ndarray:
+def relations(draw, max_queries: int = 8, square: bool = False) -> np.ndarray:
     """bool[q, k]; sizes from 0; some rows empty, some full, all densities."""
     num_queries = draw(st.integers(0, max_queries))
-    num_keys = num_queries if square else draw(st.integers(0, max_queries if max_keys is None else max_keys))
+    num_keys = num_queries if square else draw(st.integers(0, max_queries))
     table = draw(arrays(np.bool_, (num_queries, num_keys), elements=st.booleans()))
     fate = draw(st.lists(st.sampled_from(["empty", "full", "keep"]), min_size=num_queries, max_size=num_queries))
     for row, what in enumerate(fate):
         if what != "keep":
             table[row] = what == "full"
     return table
-
-
-def square_relations(max_size: int = 8):
-    """bool[n, n]."""
-    return relations(max_size, square=True)
 
 
 def dense_masks(max_queries: int = 8, square: bool = False):

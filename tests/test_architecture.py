@@ -109,20 +109,21 @@ def test_a_room_opens_without_the_optional_packages(name, opened):
 # Lines of each room, as few as they are now. Raising one is a decision: a commit of its own, which says why.
 BUDGETS = {
     "_core": 1_260,
-    "audit": 8_480,
-    "bias": 3_690,
+    "audit": 8_110,
+    "bias": 3_570,
     "cli": 1_985,
-    "geometry": 2_725,
-    "knowledge": 6_780,
-    "masks": 4_240,
-    "models": 5_555,
-    "order": 1_400,
-    "report": 6_310,
+    "explain": 1_310,
+    "geometry": 2_690,
+    "knowledge": 6_840,
+    "masks": 4_060,
+    "models": 5_940,
+    "order": 1_320,
+    "report": 6_320,
     "studio": 700,
-    "tasks": 5_025,
+    "tasks": 4_800,
     "testing": 530,
 }
-TESTS = 45_350
+TESTS = 45_010
 
 
 @pytest.mark.parametrize("room", ["_core", *ROOMS])

@@ -22,7 +22,7 @@ TRAINS = re.compile(r"\.backward\(\)|\.train\(")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("[0-9]_*.py"))
 EXAMPLES = [*sorted((ROOT / "examples").glob("*.py")), *TUTORIALS]
-REAL_MODELS = {"README.md", "decoding.md", "geometry.md"}  # pages whose snippets read them
+REAL_MODELS = {"README.md", "decoding.md", "explain.md", "geometry.md"}  # pages whose snippets read them
 SHORT = {"train_on_text": ["--steps", "2", "--length", "64"]}  # arguments for a run that takes minutes otherwise
 
 

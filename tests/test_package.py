@@ -21,7 +21,7 @@ HEAVY = [
     *("torch._dynamo", "torch._inductor"),
 ]
 ROOMS = [
-    *(af.models, af.masks, af.order, af.audit, af.tasks, af.bias, af.geometry, af.knowledge, af.report),
+    *(af.models, af.masks, af.order, af.audit, af.tasks, af.bias, af.geometry, af.knowledge, af.explain, af.report),
     af.testing,
 ]
 
@@ -54,7 +54,7 @@ def test_no_file_hides_a_public_name():
     code = """
 import importlib, pkgutil
 import attnflow
-rooms = ["models", "masks", "order", "audit", "tasks", "bias", "geometry", "knowledge", "report"]
+rooms = ["models", "masks", "order", "audit", "tasks", "bias", "geometry", "knowledge", "explain", "report"]
 modules = {name: getattr(attnflow, name) for name in rooms}
 public = {(room, name): getattr(module, name) for room, module in modules.items() for name in module.__all__}
 for info in pkgutil.walk_packages(attnflow.__path__, "attnflow."):

@@ -46,26 +46,15 @@ KNOBS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """What is added to a model.
-
-    Attributes:
-        name: of the arm.
-        parameters: how many it adds.
-        bias: the bias, if it is one.
-        ranks: of LoRA on queries and on values.
-        gate: rank of a gate on the output of attention, in each layer.
-        units: of wider feed-forward layers, in each layer: all of Dense+, and what others lack to their count.
-    """
-
-    name: str
-    parameters: int
-    bias: BiasConfig | None = None
-    ranks: tuple[int, int] | None = None
-    gate: int = 0
+    name: str  # of the arm
+    parameters: int  # how many it adds
+    bias: BiasConfig | None = None  # the bias, if it is one
+    ranks: tuple[int, int] | None = None  # of LoRA on queries and on values
+    gate: int = 0  # rank of a gate on the output of attention, in each layer
+    # of wider feed-forward layers, in each layer: all of Dense+, and what others lack to their count
     units: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON holds it."""
         return {**asdict(self), "bias": None if self.bias is None else self.bias.to_dict()}
 
 
@@ -74,9 +63,6 @@ def arm_of(model: nn.Module, name: str, hidden_dim: int = 64, layers: Placement 
 
     `key` and `lowrank` sit on the same layers and share one map among the heads as `guidance` does. ALiBi, the gate and
     forget gates get what they lack in wider feed-forward layers. LoRA sits on the projections of queries and values.
-
-    Raises:
-        ValueError: no such arm, or a model so small that no width or rank gives the count within two per cent.
     """
     shapes = [layer.shape for layer in layers_of(model)]
     guidance = GuidanceConfig(layers=layers, hidden_dim=hidden_dim)
@@ -130,9 +116,6 @@ def fitted(model: Any, arm: Arm, seed: int, trained: Trained = "additions", back
 
     Yields:
         The model to train: the one given or, for LoRA, its wrapper.
-
-    Raises:
-        MissingExtra: peft is not installed and the arm is LoRA.
     """
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
     torch.manual_seed(seed)
@@ -162,7 +145,6 @@ def fitted(model: Any, arm: Arm, seed: int, trained: Trained = "additions", back
 
 
 def count_trained(model: nn.Module) -> int:
-    """Parameters that are trained."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 

@@ -20,33 +20,19 @@ _GAIN: Final = 2.0  # times sigmoid(0) is 1
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One layer of a transformer.
-
-    Attributes:
-        module: the whole layer, which holds what is added.
-        gated: whether its feed-forward units multiply two projections.
-        widen: (what reads, what writes) of the feed-forward layer.
-        attention: (what reads, what writes) of the attention layer.
-    """
-
-    module: nn.Module
-    gated: bool
-    widen: tuple[nn.Linear, nn.Linear]
-    attention: tuple[nn.Linear, nn.Linear]
+    module: nn.Module  # the whole layer, which holds what is added
+    gated: bool  # whether its feed-forward units multiply two projections
+    widen: tuple[nn.Linear, nn.Linear]  # (what reads, what writes) of the feed-forward layer
+    attention: tuple[nn.Linear, nn.Linear]  # (what reads, what writes) of the attention layer
 
     @property
     def unit(self) -> int:
-        """Parameters of one feed-forward unit."""
         reads, writes = self.widen
         return (1 + self.gated) * reads.in_features + writes.out_features
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
-    """The layers of a Llama or BERT model, or of a relative that names its parts likewise.
-
-    Raises:
-        ValueError: none.
-    """
+    """The layers of a Llama or BERT model, or of a relative that names its parts likewise."""
     blocks: list[Block] = []
     for module in model.modules():
         for gated, names in _NAMES.items():
@@ -77,7 +63,6 @@ class _Beside(nn.Module):
         self._block.append(block)
 
     def remove(self) -> None:
-        """Leave the model as it was."""
         for hook in self._hooks:
             hook.remove()
         delattr(self._block.pop().module, self.name)
@@ -101,7 +86,6 @@ class Units(_Beside):
 
     @classmethod
     def beside(cls, block: Block, units: int) -> Units:
-        """Install them."""
         reads, writes = block.widen
         made = cls(reads.in_features, units, writes.out_features, block.gated)
         made.install(block, reads)
@@ -129,7 +113,6 @@ class Gate(_Beside):
 
     @classmethod
     def beside(cls, block: Block, rank: int) -> Gate:
-        """Install it."""
         reads, writes = block.attention
         made = cls(reads.in_features, rank, writes.in_features)
         made.install(block, reads)

@@ -119,7 +119,6 @@ def _found_in_the_middle(extras: Any) -> float:
 
 
 def _maps(results: Results) -> Contrasts:
-    """What a trained bias is like."""
     made: Contrasts = {}
     if ("sums", "guidance") in results:
         own = results["sums", "guidance"].extra(lambda extras: float(np.mean(extras["sums"]["contrast"])))

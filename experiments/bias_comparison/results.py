@@ -25,34 +25,23 @@ def choosing_loss(run: Record) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """One arm of a part, at its own learning rate.
+    """One arm of a part, at its own learning rate."""
 
-    Attributes:
-        part: its name.
-        arm: its name.
-        rate: chosen by the choosing seeds.
-        at_end: whether it is the lowest or the highest that was tried.
-        tried: mean loss for choosing, by rate; infinite if a seed diverged.
-        runs: with its rate, by seed of the results.
-        by_rate: with every rate that all seeds of the results have run, by rate and seed.
-    """
-
-    part: str
-    arm: str
-    rate: float
-    at_end: bool
-    tried: Mapping[float, float]
-    runs: Mapping[int, Record]
+    part: str  # its name
+    arm: str  # its name
+    rate: float  # chosen by the choosing seeds
+    at_end: bool  # whether it is the lowest or the highest that was tried
+    tried: Mapping[float, float]  # mean loss for choosing, by rate; infinite if a seed diverged
+    runs: Mapping[int, Record]  # with its rate, by seed of the results
+    # with every rate that all seeds of the results have run, by rate and seed
     by_rate: Mapping[float, Mapping[int, Record]]
 
     @property
     def parameters(self) -> int:
-        """Added to the model."""
         return self._any["parameters"]
 
     @property
     def steps(self) -> list[int]:
-        """At which it was measured."""
         return [entry["step"] for entry in self._any["measured"]]
 
     @property
@@ -65,16 +54,13 @@ class Result:
         return next(iter(self.runs.values()))
 
     def end(self, quantity: str = "loss", rate: float | None = None) -> dict[int, float]:
-        """At the last step, by seed."""
         runs = self.runs if rate is None else self.by_rate[rate]
         return {seed: run["measured"][-1][quantity] for seed, run in runs.items()}
 
     def curve(self, quantity: str = "loss") -> dict[int, list[float]]:
-        """By seed."""
         return {seed: [entry[quantity] for entry in run["measured"]] for seed, run in self.runs.items()}
 
     def extra(self, take: Callable[[Any], float]) -> dict[int, float]:
-        """Something of the extras, by seed."""
         return {seed: take(run["extras"]) for seed, run in self.runs.items()}
 
 
@@ -86,9 +72,6 @@ def read_results(folder: Path) -> tuple[Mapping[str, Any], dict[tuple[str, str],
 
     Where all seeds choose, those count with which every arm of the part has run at every rate of the config: a study
     that is still running has results for the seeds that are in.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or none of its jobs is finished.
     """
     about, finished = read_study(folder)
     runs = {Job(**run["job"]): run for run in finished}
@@ -138,5 +121,4 @@ def _read(
 
 
 def paired(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
-    """Differences on the seeds that both have."""
     return [one[seed] - other[seed] for seed in one if seed in other]

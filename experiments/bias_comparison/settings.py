@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from attnflow.bias.config import Placement
@@ -19,88 +19,51 @@ FEW: Final = tuple(f"{arm} {rows}" for rows in (16, 64) for arm in ("plain", "de
 
 @dataclass(frozen=True)
 class Part:
-    """One task, and what is trained on it.
-
-    Attributes:
-        name: of a probe, or of a task on text.
-        kind: "probe", "text" (next token) or "masked" (an encoder).
-        arms: what is compared.
-        model: sizes as `LlamaConfig` or `BertConfig` takes them, or the name of a pretrained model.
-        rates: learning rates tried for every arm, on the choosing seeds; the best on data for choosing is kept.
-        steps: of the optimiser.
-        batch_size: sequences or rows of a pass.
-        passes: of a step.
-        hidden_dim: of `guidance`; it sets the number of parameters of every arm.
-        layers: with a bias.
-        trained: "all", or the "additions" to a frozen model.
-        start: steps that the model is trained before, which all arms of a seed share; 0: arms begin at a random model.
-        start_rate: of these steps.
-        steady: whether the start keeps its rate to the end, and arms go on with the state of its optimiser, so that
-            no arm begins by losing what the start has learned. Otherwise its rate falls, and arms begin anew.
-    """
-
-    name: str
-    kind: Kind
-    arms: tuple[str, ...]
+    name: str  # of a probe, or of a task on text
+    kind: Kind  # "probe", "text" (next token) or "masked" (an encoder)
+    arms: tuple[str, ...]  # what is compared
+    # sizes as `LlamaConfig` or `BertConfig` takes them, or the name of a pretrained model
     model: Mapping[str, Any] | str
+    # learning rates tried for every arm, on the choosing seeds; the best on data for choosing is kept
     rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
-    steps: int = 500
-    batch_size: int = 32
-    passes: int = 1
-    hidden_dim: int = 32
-    layers: Placement = "every"
-    trained: Trained = "all"
+    steps: int = 500  # of the optimiser
+    batch_size: int = 32  # sequences or rows of a pass
+    passes: int = 1  # of a step
+    hidden_dim: int = 32  # of `guidance`; it sets the number of parameters of every arm
+    layers: Placement = "every"  # with a bias
+    trained: Trained = "all"  # "all", or the "additions" to a frozen model
+    # steps that the model is trained before, which all arms of a seed share; 0: arms begin at a random model
     start: int = 0
-    start_rate: float = 3e-3
+    start_rate: float = 3e-3  # of these steps
+    # whether the start keeps its rate to the end, and arms go on with the state of its optimiser, so that no arm begins
+    # by losing what the start has learned. Otherwise its rate falls, and arms begin anew.
     steady: bool = False
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All parts. The defaults are the scale "tiny".
+    """All parts. The defaults are the scale "tiny"."""
 
-    Attributes:
-        parts: by name, in the order in which they are run.
-        seeds: of the model at its start, of what is added, and of data.
-        choosing: how many of the seeds, from the first on, choose the learning rate of each arm.
-        fresh: whether these seeds are left out of the results.
-        widen: whether a range of rates is widened where the best one lies at its end.
-        text: "shakespeare", or a data set of the hub, which is streamed.
-        new_text: what "tuned" and "changes" tune to: "poems" of Shakespeare, or another data set.
-        tokenizer: how many word pieces are learned from the text, or the name of a tokenizer of the hub, or "" for the
-            pretrained model's own.
-        rows: of a data set, for training.
-        held_out: rows for the results, and as many for choosing.
-        length: tokens of a row.
-        tested: sequences of a probe for the results.
-        dtype: of a pretrained model.
-        measure_every: steps between two measurements of a task on text.
-        save_every: steps between two checkpoints.
-    """
-
-    parts: tuple[Part, ...]
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    choosing: int = 1
-    fresh: bool = False
-    widen: bool = False
-    text: str = "shakespeare"
-    new_text: str = "poems"
+    parts: tuple[Part, ...]  # by name, in the order in which they are run
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # of the model at its start, of what is added, and of data
+    choosing: int = 1  # how many of the seeds, from the first on, choose the learning rate of each arm
+    fresh: bool = False  # whether these seeds are left out of the results
+    widen: bool = False  # whether a range of rates is widened where the best one lies at its end
+    text: str = "shakespeare"  # "shakespeare", or a data set of the hub, which is streamed
+    new_text: str = "poems"  # what "tuned" and "changes" tune to: "poems" of Shakespeare, or another data set
+    # how many word pieces are learned from the text, or the name of a tokenizer of the hub, or "" for the pretrained
+    # model's own
     tokenizer: int | str = 512
-    rows: int = 0
-    held_out: int = 96
-    length: int = 64
-    tested: int = 512
-    dtype: str = "float32"
-    measure_every: int = 50
-    save_every: int = 200
-
-    def to_dict(self) -> dict[str, object]:
-        """As JSON holds it."""
-        return asdict(self)
+    rows: int = 0  # of a data set, for training
+    held_out: int = 96  # rows for the results, and as many for choosing
+    length: int = 64  # tokens of a row
+    tested: int = 512  # sequences of a probe for the results
+    dtype: str = "float32"  # of a pretrained model
+    measure_every: int = 50  # steps between two measurements of a task on text
+    save_every: int = 200  # steps between two checkpoints
 
 
 def llama(width: int, layers: int, heads: int, head_dim: int, inner: int) -> dict[str, Any]:
-    """Sizes of a decoder."""
     return {
         "hidden_size": width,
         "num_hidden_layers": layers,
@@ -112,7 +75,6 @@ def llama(width: int, layers: int, heads: int, head_dim: int, inner: int) -> dic
 
 
 def bert(width: int, layers: int, heads: int) -> dict[str, Any]:
-    """Sizes of an encoder."""
     return {
         "hidden_size": width,
         "num_hidden_layers": layers,

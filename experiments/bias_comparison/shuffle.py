@@ -30,10 +30,6 @@ def shuffled(model: nn.Module, how: str, seed: int = 0) -> Generator[None]:
         model: with a bias.
         how: "queries" or "keys".
         seed: of the permutations; the same in every forward pass of a layer.
-
-    Raises:
-        ValueError: an unknown way, and, in the forward pass: a batch of one sequence for "queries", queries that are
-            not all keys for "keys", or a term that has no query side to shuffle.
     """
     ways: dict[str, Callable[[Term, torch.Generator], Term]] = {"queries": _queries, "keys": _keys}
     if how not in ways:

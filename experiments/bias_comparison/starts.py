@@ -30,19 +30,10 @@ WARMUP = 20
 
 @dataclass(frozen=True)
 class Start:
-    """A model before an arm is added.
-
-    Attributes:
-        model: trained already, or not.
-        place: of its checkpoint; None if it has had no training here.
-        added: the arm that it was trained with, whose additions lie in the checkpoint alone; "plain" if it had none.
-        own: its parameters, in the order of its optimiser.
-    """
-
-    model: Any
-    place: Path | None
-    added: str
-    own: tuple[nn.Parameter, ...]
+    model: Any  # trained already, or not
+    place: Path | None  # of its checkpoint; None if it has had no training here
+    added: str  # the arm that it was trained with, whose additions lie in the checkpoint alone; "plain" if it had none
+    own: tuple[nn.Parameter, ...]  # its parameters, in the order of its optimiser
 
     def restore_additions(self, trained: nn.Module) -> None:
         """Give the model, to which the same arm has been added anew, what that arm was trained to."""

@@ -73,8 +73,6 @@ def split_name(name: str, parts: Mapping[str, object]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of one part."""
-
     config: Comparison
     part: Part
 

@@ -36,12 +36,7 @@ def first_line(results: Results) -> str:
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and the figures, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or none of its jobs is finished.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.json, results.csv and the figures, and return the table."""
     config, every = read_results(folder)
     if not every:
         raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")

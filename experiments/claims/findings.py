@@ -17,23 +17,12 @@ _NO_DIFFERENCE: Final = 0.02  # nats per token: smaller ones are of no interest
 
 @dataclass(frozen=True)
 class Finding:
-    """What surprised us.
-
-    Attributes:
-        title: in one sentence.
-        text: the numbers.
-        claims: numbers of the claims that it bears on.
-        holds: whether the results, as they are now, still say what the title says.
-        experiment: name; "" where a proof or a test settles it.
-        picture: file in the results of the experiment, and what it shows; or None.
-    """
-
-    title: str
-    text: str
-    claims: tuple[str, ...]
-    holds: bool = True
-    experiment: str = ""
-    picture: tuple[str, str] | None = None
+    title: str  # in one sentence
+    text: str  # the numbers
+    claims: tuple[str, ...]  # numbers of the claims that it bears on
+    holds: bool = True  # whether the results, as they are now, still say what the title says
+    experiment: str = ""  # name; "" where a proof or a test settles it
+    picture: tuple[str, str] | None = None  # file in the results of the experiment, and what it shows; or None
 
 
 def results_of(name: str, part: str = "") -> Any:
@@ -43,11 +32,6 @@ def results_of(name: str, part: str = "") -> Any:
 
 
 def _of(rows: Sequence[Mapping[str, Any]], **wanted: object) -> Mapping[str, Any]:
-    """The row that has these values.
-
-    Raises:
-        ValueError: none has, or several.
-    """
     found = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
     if len(found) != 1:
         raise ValueError(f"{len(found)} rows have {wanted}")
@@ -132,7 +116,6 @@ def depth_is_not_enough(claims: Mapping[str, Claim]) -> Finding:
 
 
 def off_by_one(claims: Mapping[str, Claim]) -> Finding:
-    """The printed mask of Butterfly."""
     printed = _settled(claims, "H10")
     return Finding(
         "The printed Butterfly mask trains one of its n tasks",
@@ -143,7 +126,6 @@ def off_by_one(claims: Mapping[str, Claim]) -> Finding:
 
 
 def symmetric_without_its_reason(claims: Mapping[str, Claim]) -> Finding:
-    """Training on masked tokens, and its gradients."""
     content = results_of("geometry_theory")
 
     def symmetry(objective: str, stage: str) -> Interval:
@@ -202,7 +184,6 @@ def wrong_heads(claims: Mapping[str, Claim]) -> Finding:
 
 
 def facts_edited(claims: Mapping[str, Claim]) -> Finding:
-    """In the entries of a pretrained model."""
     content = results_of("editing")
     known, new = (
         _of(content["outcomes"], facts=facts, arm="few entries, constraints") for facts in ("tuned", "held out")
@@ -229,7 +210,6 @@ def facts_edited(claims: Mapping[str, Claim]) -> Finding:
 
 
 def gated_never(claims: Mapping[str, Claim]) -> Finding:
-    """Feed-forward layers as cross-attention."""
     verdicts = {_settled(claims, number).verdict for number in ("K2", "K3")}
     return Finding(
         "Most feed-forward layers of today are not cross-attention to entries",
@@ -242,7 +222,6 @@ def gated_never(claims: Mapping[str, Claim]) -> Finding:
 
 
 def not_symmetric(claims: Mapping[str, Claim]) -> Finding | None:
-    """Scores and weights of a real encoder."""
     content = results_of("encoder_probe")
     if content is None or content["symmetry"] is None:
         return None
@@ -276,7 +255,6 @@ def faster_than_itself(claims: Mapping[str, Claim]) -> Finding:
 
 
 def half_active(claims: Mapping[str, Claim]) -> Finding:
-    """Entries that a token activates."""
     shares: Sequence[float] = _of(results_of("knowledge_twins")["arms"], arm="shared")["active"]
     by_layer = ", ".join(f"{share:.0%}" for share in shares)
     return Finding(

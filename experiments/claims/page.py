@@ -55,7 +55,6 @@ brackets are 95 % intervals, by Student's t over seeds where nothing else is sai
 
 
 def page() -> str:
-    """The page as it should be now."""
     judged = judgements()
     lines = [_HEAD.format(count=len(claims())), *_findings(), _WORDS, "## How many", "", _counts(judged), ""]
     for paper in PAPERS:
@@ -80,11 +79,7 @@ def _findings() -> list[str]:
 
 
 def judgements() -> Judged:
-    """Number of a claim -> (what the results say, experiment, scale); results of the largest scale count.
-
-    Raises:
-        ValueError: an experiment judges a claim that is not its own.
-    """
+    """Number of a claim -> (what the results say, experiment, scale); results of the largest scale count."""
     own = {claim.number: claim.by.experiment for claim in claims() if isinstance(claim.by, Measured)}
     found: Judged = {}
     for name in names():
@@ -100,7 +95,6 @@ def judgements() -> Judged:
 
 
 def claims() -> list[Claim]:
-    """Of all papers."""
     return [claim for paper in PAPERS for claim in paper.claims]
 
 
@@ -142,7 +136,6 @@ def _row(claim: Claim, judged: Judged) -> str:
 
 
 def _outcome(claim: Claim, judged: Judged) -> tuple[str, str]:
-    """Verdict, with what qualifies it, and sentence."""
     if isinstance(claim.by, Settled):
         return _qualified(claim.by.verdict, claim.by.tags), claim.by.sentence
     if claim.number not in judged:
@@ -158,7 +151,6 @@ def _qualified(verdict: str, words: Sequence[str]) -> str:
 
 
 def _by(claim: Claim) -> str:
-    """Links to what settles a claim."""
     if isinstance(claim.by, Settled):
         return ", ".join(_link(proof) for proof in claim.by.proof)
     return _experiment(claim.by.experiment)
@@ -198,11 +190,7 @@ def _counts(judged: Judged) -> str:
 
 
 def write_page(path: Path = PAGE) -> None:
-    """Write it, if nothing is wrong with the claims.
-
-    Raises:
-        ValueError: something is.
-    """
+    """Write it, if nothing is wrong with the claims."""
     wrong = check()
     if wrong:
         raise ValueError("; ".join(wrong))

@@ -16,7 +16,6 @@ _OTHER: Final = 0.03  # by which another GPU than the paper's may differ
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """By the rule of the README."""
     content: Mapping[str, Any] = read(results / "results.json")
     found = {what: content["cost"][_ARM][what] for what in WHAT}
     seven = content["shapes"].get("LLaMA-2-7B")

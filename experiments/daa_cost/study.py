@@ -32,31 +32,20 @@ PLACEMENTS: Final[Mapping[str, Placement]] = {"every other": "every_other", "eve
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured. The defaults are the scale "tiny".
+    """What is measured. The defaults are the scale "tiny"."""
 
-    Attributes:
-        shape: of the model, as in `SHAPES`; weights are random, in float32 on a CPU and bfloat16 on a GPU.
-        layers: of it, at most.
-        device: "cpu" or "cuda".
-        length: tokens of a row in training.
-        prompt: tokens that are cached before decoding.
-        new_tokens: that are decoded.
-        narrow: width of a head, in place of the shape's; 0: the shape's.
-        seeds: a round for each, in which the order of the arms is drawn by it.
-    """
-
+    # of the model, as in `SHAPES`; weights are random, in float32 on a CPU and bfloat16 on a GPU
     shape: str = "SmolLM2-135M"
-    layers: int = 30
-    device: str = "cpu"
-    length: int = 256
-    prompt: int = 256
-    new_tokens: int = 16
-    narrow: int = 0
-    seeds: tuple[int, ...] = tuple(range(8))
+    layers: int = 30  # of it, at most
+    device: str = "cpu"  # "cpu" or "cuda"
+    length: int = 256  # tokens of a row in training
+    prompt: int = 256  # tokens that are cached before decoding
+    new_tokens: int = 16  # that are decoded
+    narrow: int = 0  # width of a head, in place of the shape's; 0: the shape's
+    seeds: tuple[int, ...] = tuple(range(8))  # a round for each, in which the order of the arms is drawn by it
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """As LlamaConfig has them."""
         sizes = {**SHAPES[self.shape]}
         sizes["num_hidden_layers"] = min(self.layers, sizes["num_hidden_layers"])
         if self.narrow:
@@ -103,11 +92,7 @@ def arms() -> dict[str, BiasConfig | None]:
 
 
 def setup(config: Measurement) -> Setup:
-    """A job that counts, and one for each round.
-
-    Raises:
-        ValueError: a GPU is asked for, and there is none.
-    """
+    """A job that counts, and one for each round."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("this scale needs a GPU, and torch sees none; --scale tiny runs on a CPU")
     model = cache(lambda: base_model(config.sizes, config.device))  # one for all rounds of a process

@@ -18,12 +18,7 @@ PRINTED: Final = {"training": 0.09, "decoding": 0.12}  # Table 5: throughput los
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no round is finished, or nothing was counted.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.json, results.csv and figure.png, and return the table."""
     about, runs = read_study(folder)
     rounds = [run for run in runs if run["job"]["arm"] == "round"]
     counts = next((run for run in runs if run["job"]["arm"] == OPERATIONS), None)
@@ -61,7 +56,6 @@ def costs(rounds: Sequence[Mapping[str, Any]], arm: str, what: str) -> list[floa
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """The results in text."""
     base = content["operations"][BASE]
     first = [["bias", "parameters", "operations of a pass", "throughput lost", "latency added"]]
     shape = content["shapes"][content["shape"]]
@@ -91,11 +85,7 @@ def table(content: Mapping[str, Any]) -> str:
 
 
 def figure(content: Mapping[str, Any]) -> Any:
-    """Cost of every arm in training and in decoding, with intervals over rounds; a line where Table 5 has it.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Cost of every arm in training and in decoding, with intervals over rounds; a line where Table 5 has it."""
     drawn, panels = canvas(14.0, 5.5, 1, 2)
     names = list(content["cost"])
     titles = {"training": "throughput lost in training, %", "decoding": "latency added in decoding, %"}

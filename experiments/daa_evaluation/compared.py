@@ -25,11 +25,7 @@ Values = Mapping[str, Array]  # measure -> [seeds, items]; an item without the m
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder.
-    """
+    """Write results.json, results.csv and figure.png, and return the table."""
     about, runs = read_study(folder)
     config = about["config"]
     found = values_of(runs, config)
@@ -132,7 +128,6 @@ def difference(one: Values, other: Values, measure: str) -> dict[str, list[float
 
 
 def _rows(found: Mapping[tuple[str, str], Values], arm: str, name: str) -> list[dict[str, Any]]:
-    """One for each measure."""
     rows: list[dict[str, Any]] = []
     for measure, values in found[arm, name].items():
         kept = values[:, ~np.isnan(values).any(axis=0)]
@@ -188,7 +183,6 @@ def _cells(row: Mapping[str, Any]) -> list[object]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The results in text."""
     cells = [["benchmark", "measure", "arm", "value", "less base, over items", "over seeds"]]
     for row in sorted(rows, key=lambda row: (row["benchmark"], row["measure"])):
         less = row["less base"]
@@ -198,11 +192,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Each arm less the base, on both benchmarks: nats per token and margin, over items and over seeds.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Each arm less the base, on both benchmarks: nats per token and margin, over items and over seeds."""
     drawn, panels = canvas(13.0, 8.0, 2, 2)
     places = [(name, measure) for name in (GSM8K, HUMANEVAL) for measure in (NATS, MARGIN)]
     for axes, (name, measure) in zip(panels.flatten(), places, strict=True):

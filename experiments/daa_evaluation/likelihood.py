@@ -31,36 +31,24 @@ GSM8K, HUMANEVAL = "gsm8k", "humaneval"
 
 @dataclass(frozen=True)
 class Likelihood:
-    """What is trained and measured. The defaults are the scale "tiny".
+    """What is trained and measured. The defaults are the scale "tiny"."""
 
-    Attributes:
-        model: as `af.load_model` takes it; in float32.
-        arms: of equal parameters, as `arm_of` has them; nothing but what they add is trained.
-        rates: peak learning rates that every arm is tried with; widened where the best lies at an end.
-        seeds: of what is added, and of the order of rows; all of them choose the rate.
-        length: tokens of a row.
-        steps: of the optimiser, each of one row of either kind of text.
-        warmup: steps; the rate then falls by a cosine to a tenth.
-        held_out: rows for choosing.
-        hidden_dim: of the guidance network, in every other layer; it sets the parameters of every arm.
-        items: of each benchmark, at equal distances; 0: all.
-        parts: in which the items are scored, one after the other and each of items at equal distances: a study that is
-            cut short has all arms and seeds on the first ones.
-        tokens_per_pass: see `tasks.score`.
-    """
-
-    model: str = "smollm2-135m"
+    model: str = "smollm2-135m"  # as `af.load_model` takes it; in float32
+    # of equal parameters, as `arm_of` has them; nothing but what they add is trained
     arms: tuple[str, ...] = ("guidance", "key", "dense", "lora")
+    # peak learning rates that every arm is tried with; widened where the best lies at an end
     rates: tuple[float, ...] = (3e-3, 1e-2)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    length: int = 128
-    steps: int = 12
-    warmup: int = 2
-    held_out: int = 8
-    hidden_dim: int = 64
-    items: int = 0
+    seeds: tuple[int, ...] = (0, 1, 2)  # of what is added, and of the order of rows; all of them choose the rate
+    length: int = 128  # tokens of a row
+    steps: int = 12  # of the optimiser, each of one row of either kind of text
+    warmup: int = 2  # steps; the rate then falls by a cosine to a tenth
+    held_out: int = 8  # rows for choosing
+    hidden_dim: int = 64  # of the guidance network, in every other layer; it sets the parameters of every arm
+    items: int = 0  # of each benchmark, at equal distances; 0: all
+    # in which the items are scored, one after the other and each of items at equal distances: a study that is cut short
+    # has all arms and seeds on the first ones
     parts: int = 4
-    tokens_per_pass: int = 1024
+    tokens_per_pass: int = 1024  # see `tasks.score`
 
 
 def setup(config: Likelihood) -> Setup:
@@ -219,6 +207,5 @@ def _loss(model: nn.Module, rows: Tensor) -> float:
 
 
 def _of_rows(model: nn.Module, ids: Tensor) -> Tensor:
-    """Mean loss of the next tokens, in nats."""
     logits: Tensor = cast(Any, model)(input_ids=ids, use_cache=False).logits[:, :-1]
     return functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())

@@ -27,38 +27,19 @@ _SWAPS: Final = {"*": "+", "/": "*"} | {
 
 @dataclass(frozen=True)
 class Wrong:
-    """A perturbed solution.
-
-    Attributes:
-        kind: "result" of a step, final "answer", or "program".
-        start: tokens of the solution that it shares with the gold one, at its beginning.
-        rest: its tokens from there on, as many as the gold one has.
-        text: from the changed place on, for people.
-    """
-
-    kind: str
-    start: int
-    rest: tuple[int, ...]
-    text: str
+    kind: str  # "result" of a step, final "answer", or "program"
+    start: int  # tokens of the solution that it shares with the gold one, at its beginning
+    rest: tuple[int, ...]  # its tokens from there on, as many as the gold one has
+    text: str  # from the changed place on, for people
 
 
 @dataclass(frozen=True)
 class Gold:
-    """A problem with its gold solution.
-
-    Attributes:
-        name: of the item.
-        prompt: its tokens.
-        solution: likewise; it follows the prompt.
-        split: tokens of the solution before the sentence with the final answer; of a program all.
-        wrong: perturbed solutions.
-    """
-
-    name: str
-    prompt: tuple[int, ...]
-    solution: tuple[int, ...]
-    split: int
-    wrong: tuple[Wrong, ...]
+    name: str  # of the item
+    prompt: tuple[int, ...]  # its tokens
+    solution: tuple[int, ...]  # likewise; it follows the prompt
+    split: int  # tokens of the solution before the sentence with the final answer; of a program all
+    wrong: tuple[Wrong, ...]  # perturbed solutions
 
 
 def word_problems(items: Sequence[Item], tokenizer: Any) -> list[Gold]:

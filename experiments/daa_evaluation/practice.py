@@ -30,21 +30,13 @@ _LONGEST: Final = 3000  # characters of a function
 
 
 def reasoned_answers() -> list[str]:
-    """Questions of MMLU with an answer that is reasoned step by step: five to each of 57 subjects.
-
-    Raises:
-        MissingPackage: lm-eval is not installed.
-    """
+    """Questions of MMLU with an answer that is reasoned step by step: five to each of 57 subjects."""
     held = json.loads(REASONED.path().read_text(encoding="utf-8"))
     return [f"Q: {one.strip()}" for text in held.values() for one in text.split("\n\nQ: ")[1:]]
 
 
 def functions() -> list[str]:
-    """Functions of networkx that have a docstring, as their files have them.
-
-    Raises:
-        MissingPackage: networkx is not installed.
-    """
+    """Functions of networkx that have a docstring, as their files have them."""
     found: list[str] = []
     for path in sorted(FUNCTIONS.path().rglob("*.py")):
         if "tests" in path.parts:
@@ -59,15 +51,9 @@ def functions() -> list[str]:
 
 @dataclass(frozen=True)
 class Practice:
-    """Rows of both kinds.
-
-    Attributes:
-        training: rows of each kind.
-        choosing: tokens [rows, length] of documents that are not trained on, by which learning rates are chosen; as
-            many of each kind.
-    """
-
-    training: tuple[Packed, ...]
+    training: tuple[Packed, ...]  # rows of each kind
+    # tokens [rows, length] of documents that are not trained on, by which learning rates are chosen; as many of each
+    # kind
     choosing: Tensor
 
     def batch(self, seed: int, step: int, steps: int) -> Tensor:
@@ -76,16 +62,7 @@ class Practice:
 
 
 def practice(tokenizer: Any, length: int, held_out: int) -> Practice:
-    """Read the packages.
-
-    Args:
-        tokenizer: of the model.
-        length: tokens of a row.
-        held_out: rows for choosing.
-
-    Raises:
-        MissingPackage: lm-eval or networkx is not installed.
-    """
+    """Read the packages."""
     kinds = [documents(tokenizer, texts) for texts in (reasoned_answers(), functions())]
     training = [[one for n, one in enumerate(kind) if n % _HELD_OUT] for kind in kinds]
     held = [Packed(kind[::_HELD_OUT], length).tokens for kind in kinds]

@@ -27,16 +27,10 @@ Config = Likelihood | Evaluation  # "tiny" measures likelihoods, the others the 
 
 
 def setup(config: Config) -> Setup:
-    """The study of a config."""
     return likelihood.setup(config) if isinstance(config, Likelihood) else study.setup(config)
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Of whichever study lies there.
-
-    Raises:
-        FileNotFoundError: none does.
-    """
     about, _ = read_study(folder)
     kind = compared if "held_out" in about["config"] else summary
     return kind.summarise(folder, results)
@@ -83,7 +77,6 @@ def judge(results: Path) -> Sequence[Judgement]:
 def _compared(
     claim: str, arm: str, name: str, rows: Mapping[tuple[str, str], Any], not_run: Mapping[str, str]
 ) -> Judgement:
-    """An arm against the base on one benchmark."""
     if name in not_run:
         return Judgement(claim, "not testable here", f"Not run: {not_run[name]}.")
     one, base = rows[arm, name], rows[BASE, name]

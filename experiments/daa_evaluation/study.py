@@ -34,45 +34,27 @@ UNTRAINED: Final = ("base", "alibi")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is trained and measured; `small` and `paper` say how much.
+    """What is trained and measured; `small` and `paper` say how much."""
 
-    Attributes:
-        model: as `af.load_model` takes it.
-        dtype: of what is generated; likelihoods are in float32.
-        arms: base; alibi: ALiBi in place of RoPE in every layer, nothing trained; continued: all weights trained;
-            alibi continued: the same with ALiBi; guidance: only the guidance network trained; guidance continued: all
-            weights and the network, as the paper does.
-        text: "shakespeare", or a data set of the hub, which is streamed.
-        rows: of a data set, for training; those of Shakespeare are what they are.
-        length: tokens of a row.
-        steps: of the optimiser.
-        warmup: steps; the rate then falls by a cosine.
-        batch_size: rows of a forward pass.
-        parts: forward passes of a step.
-        rates: peak learning rate where the guidance network alone is trained, and where all weights are.
-        hidden_dim: of the guidance network, in every other layer.
-        save_every: steps.
-        seeds: of the network and of the order of rows; the untrained arms have the first alone.
-        items: benchmark -> how many of its items, at equal distances; 0: all. What is not named is not run.
-        sources: benchmark -> data set of the hub, in place of what a package ships.
-        tokens: that a generated answer has at most; None: those of the benchmark, 192 or 256.
-        batch: prompts that are continued at a time.
-    """
-
-    model: str = "smollm2-135m"
-    dtype: str = "bfloat16"
+    model: str = "smollm2-135m"  # as `af.load_model` takes it
+    dtype: str = "bfloat16"  # of what is generated; likelihoods are in float32
+    # base; alibi: ALiBi in place of RoPE in every layer, nothing trained; continued: all weights trained; alibi
+    # continued: the same with ALiBi; guidance: only the guidance network trained; guidance continued: all weights and
+    # the network, as the paper does
     arms: tuple[str, ...] = ("base", "guidance", "alibi", "alibi continued")
-    text: str = "shakespeare"
-    rows: int = 0
-    length: int = 256
-    steps: int = 64
-    warmup: int = 8
-    batch_size: int = 1
-    parts: int = 1
+    text: str = "shakespeare"  # "shakespeare", or a data set of the hub, which is streamed
+    rows: int = 0  # of a data set, for training; those of Shakespeare are what they are
+    length: int = 256  # tokens of a row
+    steps: int = 64  # of the optimiser
+    warmup: int = 8  # steps; the rate then falls by a cosine
+    batch_size: int = 1  # rows of a forward pass
+    parts: int = 1  # forward passes of a step
+    # peak learning rate where the guidance network alone is trained, and where all weights are
     rates: tuple[float, float] = (5e-3, 5e-5)
-    hidden_dim: int = 64
-    save_every: int = 16
-    seeds: tuple[int, ...] = (0,)
+    hidden_dim: int = 64  # of the guidance network, in every other layer
+    save_every: int = 16  # steps
+    seeds: tuple[int, ...] = (0,)  # of the network and of the order of rows; the untrained arms have the first alone
+    # benchmark -> how many of its items, at equal distances; 0: all. What is not named is not run.
     items: Mapping[str, int] = field(
         default_factory=lambda: {
             "perplexity": 24,
@@ -85,9 +67,10 @@ class Evaluation:
             "quality": 0,
         }
     )
+    # benchmark -> data set of the hub, in place of what a package ships
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
-    tokens: int | None = 128
-    batch: int = 25
+    tokens: int | None = 128  # that a generated answer has at most; None: those of the benchmark, 192 or 256
+    batch: int = 25  # prompts that are continued at a time
 
 
 def small() -> Evaluation:
@@ -133,7 +116,6 @@ def paper() -> Evaluation:
 
 
 def setup(config: Evaluation) -> Setup:
-    """A job for each arm and seed."""
     unknown = [
         arm for arm in config.arms if arm.removesuffix(" continued") not in ("base", "alibi", "guidance", "continued")
     ]

@@ -23,11 +23,7 @@ Row = Mapping[str, Any]
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder.
-    """
+    """Write results.json, results.csv and figure.png, and return the table."""
     about, finished = read_study(folder)
     runs = [run for run in finished if DIVERGED not in run]
     rows = values_of(runs)
@@ -102,7 +98,6 @@ def _share(values: np.ndarray[Any, np.dtype[np.float64]]) -> Interval:
 
 
 def table(rows: Sequence[Row], not_run: Mapping[str, str], waits: Sequence[str]) -> str:
-    """The results in text."""
     cells = [["benchmark", "arm", "value, 95 %", "less base", "items"]]
     for row in sorted(rows, key=lambda row: row["benchmark"]):
         digits = ".4f" if row["measure"] == LOSS else ".1%"
@@ -116,11 +111,7 @@ def table(rows: Sequence[Row], not_run: Mapping[str, str], waits: Sequence[str])
 
 
 def figure(rows: Sequence[Row]) -> Any:
-    """A panel for each benchmark: every arm with its interval.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """A panel for each benchmark: every arm with its interval."""
     names = list(dict.fromkeys(row["benchmark"] for row in rows if row["benchmark"] in ZERO))
     drawn, panels = canvas(4.2 * len(names), 4.6, 1, len(names))
     for axes, name in zip(panels, names, strict=True):

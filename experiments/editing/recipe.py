@@ -14,7 +14,6 @@ from experiments.runner.files import read
 
 
 def miniature(config: Editing) -> Editing:
-    """Few facts, few steps, two layers."""
     sizes = {"tuned": 1, "held_out": 2, "others": 1, "constraints": 0, "moment_tokens": 64, "text_tokens": 16}
     return replace(config, layers=(0, 1), entries=8, direct=4, steps=2, **sizes)
 

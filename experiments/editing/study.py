@@ -33,6 +33,7 @@ from attnflow.knowledge.editing.edit_targets import (
     weights_everywhere,
 )
 from attnflow.models import load_model, sample_text
+from attnflow.models.subject import Subject
 from experiments.knowledge_ablation.ablate import Chosen, choose, direction, edited, rewritten
 from experiments.knowledge_ablation.facts import RELATIONS as FIRST
 from experiments.knowledge_ablation.facts import Fact, Relation, known_facts, last_logits, text_losses, token_of
@@ -57,39 +58,22 @@ ARMS: Final = ("least change", "with constraints", "few entries, constraints", "
 
 @dataclass(frozen=True)
 class Editing:
-    """One experiment. The defaults are the scale "tiny", an hour of one CPU core that is not shared.
+    """One experiment. The defaults are the scale "tiny", an hour of one CPU core that is not shared."""
 
-    Attributes:
-        model: as `af.models.load_model` takes it.
-        layers: that are edited; of the arm "one layer", the middle one.
-        entries: of each layer, in the arm with few.
-        direct: entries that are changed by direct effect, as in `knowledge_ablation`.
-        margin: of that arm, see there.
-        steps: of the descent to what layers must add.
-        rate: of it.
-        ridge: see `Method`.
-        tuned: facts of each of the three first relations, on which the method was tuned.
-        held_out: other facts.
-        others: other facts of the relation that are asked for.
-        constraints: further facts of the relation, at whose prompts nothing may be added.
-        moment_tokens: of Shakespeare's sonnets, for second moments.
-        text_tokens: of Hamlet, for the loss on other text.
-    """
-
-    model: str = "smollm2-135m"
-    layers: tuple[int, ...] = (7, 9, 11)
-    entries: int = 64
-    direct: int = 16
-    margin: float = 5.0
-    steps: int = 20
-    rate: float = 0.15
-    ridge: float = 0.2
-    tuned: int = 6
-    held_out: int = 30
-    others: int = 4
-    constraints: int = 8
-    moment_tokens: int = 4000
-    text_tokens: int = 128
+    model: str = "smollm2-135m"  # as `af.models.load_model` takes it
+    layers: tuple[int, ...] = (7, 9, 11)  # that are edited; of the arm "one layer", the middle one
+    entries: int = 64  # of each layer, in the arm with few
+    direct: int = 16  # entries that are changed by direct effect, as in `knowledge_ablation`
+    margin: float = 5.0  # of that arm, see there
+    steps: int = 20  # of the descent to what layers must add
+    rate: float = 0.15  # of it
+    ridge: float = 0.2  # see `Method`
+    tuned: int = 6  # facts of each of the three first relations, on which the method was tuned
+    held_out: int = 30  # other facts
+    others: int = 4  # other facts of the relation that are asked for
+    constraints: int = 8  # further facts of the relation, at whose prompts nothing may be added
+    moment_tokens: int = 4000  # of Shakespeare's sonnets, for second moments
+    text_tokens: int = 128  # of Hamlet, for the loss on other text
 
 
 def tiny() -> Editing:
@@ -109,19 +93,10 @@ def paper() -> Editing:
 
 @dataclass(frozen=True)
 class Case:
-    """A fact with what is asked besides.
-
-    Attributes:
-        fact: that is changed.
-        held_out: whether the method was not tuned on it.
-        others: facts of its relation that are asked for, and must stay.
-        constraints: further ones, at whose prompts nothing may be added.
-    """
-
-    fact: Fact
-    held_out: bool
-    others: tuple[Fact, ...]
-    constraints: tuple[Fact, ...]
+    fact: Fact  # that is changed
+    held_out: bool  # whether the method was not tuned on it
+    others: tuple[Fact, ...]  # facts of its relation that are asked for, and must stay
+    constraints: tuple[Fact, ...]  # further ones, at whose prompts nothing may be added
 
 
 def cases(known: Sequence[Fact], config: Editing) -> list[Case]:
@@ -158,7 +133,7 @@ def measured(model: nn.Module, tokenizer: Any, case: Case, text: Tensor) -> dict
 
 
 def few_changes(
-    model: nn.Module,
+    subject: Subject,
     layers: Layers,
     wanted: Targets,
     untouched: Sequence[Sequence[int]],
@@ -170,7 +145,7 @@ def few_changes(
 
     They are those by which most can be written at the subjects with least effect elsewhere: the largest k_e (M^-1 k)_e.
     """
-    quiet, changes = weights_everywhere(model, layers, untouched), dict[int, Tensor]()
+    quiet, changes = weights_everywhere(subject, layers, untouched), dict[int, Tensor]()
     for layer in layers:
         (rows, added), moment = wanted[layer], moments.layers[layer]
         share = (rows * torch.linalg.solve(moment, rows.T).T).mean(dim=0)
@@ -187,6 +162,7 @@ class Bench:
     def __init__(self, config: Editing) -> None:
         loaded = load_model(config.model, dtype="float32")
         self.model, self.tokenizer = from_ffn(cast(nn.Module, loaded.model)).eval(), cast(Any, loaded.tokenizer)
+        self.subject = Subject(self.model, self.tokenizer)
         self.config = config
         self.cases = cases(known_facts(self.model, self.tokenizer, RELATIONS), config)
         self.text = self.tokenizer(
@@ -195,7 +171,7 @@ class Bench:
         sonnets = sample_text()
         self.leads = leads_of(sonnets, 3)
         self.layers = edited_layers(self.model, config.layers)
-        self.moments: Moments = read_moments(self.model, self.layers, self.tokenizer, sonnets, config.moment_tokens)
+        self.moments: Moments = read_moments(self.subject, self.layers, sonnets, config.moment_tokens)
         self.method = Method(config.steps, config.rate, config.ridge)
 
     def together(self, case: Case) -> dict[str, Any]:
@@ -203,8 +179,8 @@ class Bench:
         fact, where = self._fact(case), self._places(case)
         quiet = [self._ids(RELATIONS[one.relation].prompt.format(one.subject)) for one in case.constraints]
         count = min(self.config.entries, *(one.num_entries for one in self.layers.values()))
-        wanted = targets(self.model, self.tokenizer, self.layers, [fact], [where], self.leads, self.method)
-        common = (self.model, self.layers, wanted)
+        wanted = targets(self.subject, self.layers, [fact], [where], self.leads, self.method)
+        common = (self.subject, self.layers, wanted)
         changes = [
             *(value_changes(*common, untouched, self.moments, self.method.ridge) for untouched in ([], quiet)),
             few_changes(*common, quiet, self.moments, self.method.ridge, count),
@@ -220,8 +196,8 @@ class Bench:
         one = {layer: self.layers[layer]}
         method = Method(self.method.steps, self.method.rate, 0.0, mean=True)
         facts, where = [self._fact(case)], [self._places(case)]
-        wanted = targets(self.model, self.tokenizer, one, facts, where, self.leads, method)
-        changes = value_changes(self.model, one, wanted, [], self.moments, method.ridge)
+        wanted = targets(self.subject, one, facts, where, self.leads, method)
+        changes = value_changes(self.subject, one, wanted, [], self.moments, method.ridge)
         return {"arms": {"one layer": self._applied(changes, case)}}
 
     def _applied(self, changes: Mapping[int, Tensor], case: Case) -> dict[str, Any]:
@@ -247,7 +223,7 @@ class Bench:
         return taught.Fact(prompt, case.fact.other, case.fact.subject)
 
     def _places(self, case: Case) -> list[Spot]:
-        return places_of(self._fact(case), self.tokenizer, self.leads, None)
+        return places_of(self.subject, self._fact(case), self.leads)
 
     def _ids(self, text: str) -> list[int]:
         return cast("list[int]", self.tokenizer(text)["input_ids"])

@@ -49,22 +49,15 @@ _SHARES: Final = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """One arm over one set of facts.
-
-    Attributes:
-        facts: "held out"; "tuned", those of `knowledge_ablation`, of which six tuned the method; or "not tuned on", all
-            but these six.
-        arm: how the model was edited; "before": not.
-        count: how many facts.
-        quantities: with a 95 % interval over facts. Shares of prompts: of the fact and of its paraphrases that the new
-            answer follows, of paraphrases that the model answered as the fact before it was edited (understood) and,
-            of these alone, that the new answer follows, of other facts that keep their answer or get the new one; the
-            change of the loss on other text, in nats; the largest relative change of a layer's values.
-    """
-
+    # "held out"; "tuned", those of `knowledge_ablation`, of which six tuned the method; or "not tuned on", all but
+    # these six
     facts: str
-    arm: str
-    count: int
+    arm: str  # how the model was edited; "before": not
+    count: int  # how many facts
+    # with a 95 % interval over facts. Shares of prompts: of the fact and of its paraphrases that the new answer
+    # follows, of paraphrases that the model answered as the fact before it was edited (understood) and, of these alone,
+    # that the new answer follows, of other facts that keep their answer or get the new one; the change of the loss on
+    # other text, in nats; the largest relative change of a layer's values.
     quantities: Mapping[str, Interval]
 
 
@@ -102,11 +95,6 @@ def _key(run: Measured) -> tuple[str, str]:
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json and results.csv, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or no fact has been finished.
-    """
     about, runs = read_study(folder)
     made = outcomes(runs)
     content = {
@@ -126,11 +114,7 @@ def summarise(folder: Path, results: Path) -> str:
 
 
 def figure(made: Sequence[Outcome]) -> Any:
-    """Shares of prompts by arm, with intervals: held-out facts, and those that the method was tuned on.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Shares of prompts by arm, with intervals: held-out facts, and those that the method was tuned on."""
     sets = list(dict.fromkeys(one.facts for one in made))
     drawn, panels = canvas(9.0 * len(sets), 6.5, 1, len(sets))
     for axes, name in zip(panels, sets, strict=True):
@@ -149,7 +133,6 @@ def figure(made: Sequence[Outcome]) -> Any:
 
 
 def table(made: Sequence[Outcome]) -> str:
-    """The outcomes in text."""
     lines = [["facts", "arm", "number", *_QUANTITIES]]
     for one in made:
         numbers = {name: f"{100 * value.mean:.0f} %" for name, value in one.quantities.items()}

@@ -24,11 +24,6 @@ _READINGS: Final = {
 
 
 def draw_figure(content: Mapping[str, Any]) -> Any:
-    """Three panels.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
     figure, (left, middle, right) = canvas(17.0, 5.6, 1, 3)
     _links(left, content["quantities"])
     _right(middle, content["quantities"])
@@ -56,7 +51,6 @@ def _links(axes: Any, found: Mapping[str, Any]) -> None:
 
 
 def _right(axes: Any, found: Mapping[str, Any]) -> None:
-    """Linked words filled in rightly, near and far."""
     for row, length in enumerate(("near", "far")):
         for number, arm in enumerate(_ARMS):
             one = found.get(f"{arm}: right, {length}")
@@ -69,7 +63,6 @@ def _right(axes: Any, found: Mapping[str, Any]) -> None:
 
 
 def _symmetry(axes: Any, content: Mapping[str, Any]) -> None:
-    """Quartiles over heads, words alone."""
     models = {"real": colour("MiniLM"), "random": colour("random"), "random, keys = queries": colour("symmetric")}
     for row, name in enumerate(_READINGS):
         for number, (model, shade) in enumerate(models.items()):

@@ -45,25 +45,14 @@ NUMBER: Final = {word: number for number, word in enumerate(WORDS)}
 
 @dataclass(frozen=True)
 class Sentence:
-    """One row of words.
-
-    Attributes:
-        words: as many as `LENGTH`, fillers around the sentence.
-        dependent: place of the word whose form follows from another.
-        head: place of that other word.
-        distractors: places of words like the head that are not it.
-        candidates: what the dependent may be; one of them is right.
-    """
-
-    words: tuple[str, ...]
-    dependent: int
-    head: int
-    distractors: tuple[int, ...]
-    candidates: tuple[str, ...]
+    words: tuple[str, ...]  # as many as `LENGTH`, fillers around the sentence
+    dependent: int  # place of the word whose form follows from another
+    head: int  # place of that other word
+    distractors: tuple[int, ...]  # places of words like the head that are not it
+    candidates: tuple[str, ...]  # what the dependent may be; one of them is right
 
     @property
     def tokens(self) -> list[int]:
-        """Numbers of the words."""
         return [NUMBER[word] for word in self.words]
 
 
@@ -103,7 +92,6 @@ def draw(kind: Kind, chance: Random, count: Sequence[int] = NEAR, opposed: bool 
 
 
 def _row(phrases: list[list[str]], candidates: tuple[str, ...], form: int, chance: Random) -> Sentence:
-    """The phrases and their dependent, anywhere among fillers."""
     first = any("because" in phrase for phrase in phrases)  # the effect stands before its causes
     words = [word for phrase in phrases for word in phrase]
     words = [candidates[form], *words] if first else [*words, candidates[form]]
@@ -123,7 +111,6 @@ def _row(phrases: list[list[str]], candidates: tuple[str, ...], form: int, chanc
 
 
 def _other(kind: Kind, form: int, opposed: bool, chance: Random) -> int:
-    """The form that a distractor asks for."""
     forms = 3 if kind == "effect" else 2
     return (form + chance.randrange(1, forms)) % forms if opposed else chance.randrange(forms)
 

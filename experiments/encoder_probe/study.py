@@ -35,39 +35,23 @@ _WARMUP: Final = 20
 
 @dataclass(frozen=True)
 class Probe:
-    """What is trained. The defaults are the scale "tiny".
+    """What is trained. The defaults are the scale "tiny"."""
 
-    Attributes:
-        arms: what is compared, as `bias_comparison` makes them.
-        sizes: of the encoder.
-        hidden_dim: of the guidance network; it sets the parameters that the other arms add.
-        rates: learning rates of every arm.
-        seeds: of the model, of what is added and of the sentences.
-        choosing: how many of the seeds choose an arm's rate.
-        steps: of the optimiser.
-        batch_size: sentences of a step.
-        mask: chance of any word to be predicted.
-        mask_dependent: chance of the word that follows from another.
-        tested: sentences of each kind and length for accuracies.
-        looked_at: sentences of each kind whose maps are read.
-        encoder: name of the real one, or "untrained" for none but a random one.
-        sentences: real ones that it reads.
-    """
-
-    arms: tuple[str, ...] = ("plain", "dense", "key", "guidance")
+    arms: tuple[str, ...] = ("plain", "dense", "key", "guidance")  # what is compared, as `bias_comparison` makes them
+    # of the encoder
     sizes: Mapping[str, Any] = field(default_factory=lambda: {**bert(64, 2, 4), "initializer_range": 0.1})
-    hidden_dim: int = 32
-    rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
-    seeds: tuple[int, ...] = tuple(range(8))
-    choosing: int = 3
-    steps: int = 800
-    batch_size: int = 64
-    mask: float = 0.05
-    mask_dependent: float = 0.9
-    tested: int = 512
-    looked_at: int = 40
-    encoder: str = "minilm"
-    sentences: int = 50
+    hidden_dim: int = 32  # of the guidance network; it sets the parameters that the other arms add
+    rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)  # learning rates of every arm
+    seeds: tuple[int, ...] = tuple(range(8))  # of the model, of what is added and of the sentences
+    choosing: int = 3  # how many of the seeds choose an arm's rate
+    steps: int = 800  # of the optimiser
+    batch_size: int = 64  # sentences of a step
+    mask: float = 0.05  # chance of any word to be predicted
+    mask_dependent: float = 0.9  # chance of the word that follows from another
+    tested: int = 512  # sentences of each kind and length for accuracies
+    looked_at: int = 40  # sentences of each kind whose maps are read
+    encoder: str = "minilm"  # name of the real one, or "untrained" for none but a random one
+    sentences: int = 50  # real ones that it reads
 
 
 def setup(config: Probe) -> Setup:

@@ -22,12 +22,7 @@ BySeed = dict[int, float]
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and the figure, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or no arm has run at all its rates.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.json, results.csv and the figure, and return the table."""
     about, finished = read_study(folder)
     config, runs = about["config"], {Job(**run["job"]): run for run in finished}
     arms: dict[str, Chosen] = {}

@@ -30,33 +30,20 @@ _LAST: Final = re.compile(r"[Tt]he answer is[^\d-]*(-?\d[\d,]*(?:\.\d+)?)")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A task, ready for lm-eval or not to be run.
+    """A task, ready for lm-eval or not to be run."""
 
-    Attributes:
-        name: such as "gsm8k five-shot".
-        measure: "accuracy", "pass@1" or "nats per token" (the perplexity's logarithm; lower is better).
-        items: those that are run.
-        total: how many the benchmark has where these come from.
-        kind: of lm-eval's requests.
-        prompt: of an item.
-        judge: (item, answers of the model) -> number of the measure, and what is kept of the answers.
-        choices: of an item, where the model chooses.
-        generation: where the model writes: until what, how long, how.
-        repeats: answers that are drawn to each prompt.
-        not_run: why it cannot be run here; "" if it can.
-    """
-
-    name: str
-    measure: str
-    items: tuple[Item, ...]
-    total: int
-    kind: Literal["generate_until", "multiple_choice", "loglikelihood_rolling"]
-    prompt: Callable[[Item], str]
+    name: str  # such as "gsm8k five-shot"
+    measure: str  # "accuracy", "pass@1" or "nats per token" (the perplexity's logarithm; lower is better)
+    items: tuple[Item, ...]  # those that are run
+    total: int  # how many the benchmark has where these come from
+    kind: Literal["generate_until", "multiple_choice", "loglikelihood_rolling"]  # of lm-eval's requests
+    prompt: Callable[[Item], str]  # of an item
+    # (item, answers of the model) -> number of the measure, and what is kept of the answers
     judge: Callable[[Item, Sequence[Any]], tuple[float, Any]]
-    choices: Callable[[Item], list[str]] | None = None
-    generation: Mapping[str, Any] | None = None
-    repeats: int = 1
-    not_run: str = ""
+    choices: Callable[[Item], list[str]] | None = None  # of an item, where the model chooses
+    generation: Mapping[str, Any] | None = None  # where the model writes: until what, how long, how
+    repeats: int = 1  # answers that are drawn to each prompt
+    not_run: str = ""  # why it cannot be run here; "" if it can
 
 
 def perplexity(tokenizer: Any, source: str = "shakespeare", pieces: int = 24, characters: int = 1500) -> Benchmark:
@@ -75,12 +62,7 @@ def perplexity(tokenizer: Any, source: str = "shakespeare", pieces: int = 24, ch
 
 
 def humaneval(limit: int | None = None, tokens: int = 256) -> Benchmark:
-    """Functions from their head and docstring, one greedy answer to each; their tests run in the sandbox or not at all.
-
-    Args:
-        limit: problems; all 164 by default.
-        tokens: that an answer has at most.
-    """
+    """Functions from their head and docstring, a greedy answer to each; tests run in the sandbox or not at all."""
     every = sources.humaneval()
     found = self_test()
     return Benchmark(
@@ -103,7 +85,6 @@ def judge_program(item: Item, answers: Sequence[str]) -> tuple[float, Any]:
 
 
 def program(item: Item, completion: str) -> str:
-    """A solution with its test."""
     return f"{item['prompt']}{completion}\n{item['test']}\ncheck({item['entry_point']})\n"
 
 
@@ -137,7 +118,6 @@ def gsm8k(
 
 
 def shown(prompting: Prompting) -> str:
-    """The examples in front of a question."""
     if prompting == "zero-shot":
         return ""
     pairs = sources.examples()

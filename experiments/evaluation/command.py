@@ -65,13 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(given: argparse.Namespace) -> str:
-    """Evaluate as asked; returns the table.
-
-    Raises:
-        ValueError: an unknown task or source.
-        FileNotFoundError: no such model or bias.
-        MissingPackage: a package that ships a benchmark is not installed; the message has the command.
-    """
+    """Evaluate as asked; returns the table."""
     names = [name.strip() for name in given.tasks.split(",")]
     data = dict(_source(text) for text in given.data)
     unknown = [name for name in names if name not in NAMES]
@@ -107,9 +101,6 @@ def maker(
         limit: items; all by default.
         data: benchmark -> data set of the hub, in place of what a package ships.
         tokens: that a generated answer has at most; by default those of the benchmark.
-
-    Raises:
-        MissingPackage: what ships it is not installed.
     """
     longest = {} if tokens is None else {"tokens": tokens}
     if name == "perplexity":
@@ -125,11 +116,7 @@ def maker(
 
 
 def finished(benchmark: Benchmark, path: Path | None, run: Callable[[], Score]) -> Score:
-    """What a file holds of this benchmark, with the same items, or else what is run and written to it.
-
-    Raises:
-        ValueError: the file is of other items or of another way of asking.
-    """
+    """What a file holds of this benchmark, with the same items, or else what is run and written to it."""
     about = {
         "items": [dict(item) for item in benchmark.items],
         "generation": benchmark.generation,
@@ -151,7 +138,6 @@ def finished(benchmark: Benchmark, path: Path | None, run: Callable[[], Score]) 
 
 
 def plain(score: Score) -> dict[str, object]:
-    """As JSON holds it, with the interval."""
     return {**asdict(score), "interval": None if score.not_run else score.interval.numbers}
 
 

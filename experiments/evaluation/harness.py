@@ -23,9 +23,6 @@ class SharedPrefixLM(HFLM):
     Args:
         tokens_per_pass: tokens that one forward pass runs at most, in place of `batch_size`.
         options: as of `HFLM`; an encoder-decoder model runs as there.
-
-    Raises:
-        UnsupportedArchitecture: at the first request, as in `share_prefixes`.
     """
 
     def __init__(self, *args: Any, tokens_per_pass: int = 4096, **options: Any) -> None:

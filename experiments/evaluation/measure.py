@@ -24,39 +24,20 @@ _LOGGERS: Final = ("lm_eval", "lm-eval", "lm_eval.api.task", "lm_eval.evaluator"
 
 @dataclass(frozen=True)
 class Score:
-    """What a model has on a benchmark.
-
-    Attributes:
-        name: of the benchmark.
-        measure: of its values.
-        values: one for each item, in the order of the benchmark.
-        total: items that there are where these come from.
-        answers: what the model said to each item.
-        seconds: it took.
-        tokens_before: tokens of all requests of likelihoods.
-        tokens_after: those that were run, beginnings in common once.
-        not_run: why there is nothing; "" if there is.
-        not_shared: why beginnings were not shared; "" if they were, or if there were no likelihoods.
-    """
-
-    name: str
-    measure: str
-    values: tuple[float, ...]
-    total: int
-    answers: tuple[Any, ...] = ()
-    seconds: float = 0.0
-    tokens_before: int = 0
-    tokens_after: int = 0
-    not_run: str = ""
-    not_shared: str = ""
+    name: str  # of the benchmark
+    measure: str  # of its values
+    values: tuple[float, ...]  # one for each item, in the order of the benchmark
+    total: int  # items that there are where these come from
+    answers: tuple[Any, ...] = ()  # what the model said to each item
+    seconds: float = 0.0  # it took
+    tokens_before: int = 0  # tokens of all requests of likelihoods
+    tokens_after: int = 0  # those that were run, beginnings in common once
+    not_run: str = ""  # why there is nothing; "" if there is
+    not_shared: str = ""  # why beginnings were not shared; "" if they were, or if there were no likelihoods
 
     @property
     def interval(self) -> Interval:
-        """Mean with 95 %: Wilson's for what is right or wrong, else Student's t over items.
-
-        Raises:
-            ValueError: it was not run.
-        """
+        """Mean with 95 %: Wilson's for what is right or wrong, else Student's t over items."""
         if not self.values:
             raise ValueError(f"{self.name} was not run: {self.not_run}")
         if self.measure == "nats per token":
@@ -92,9 +73,6 @@ def measure(
         tokens_per_pass: see `tasks.score`.
         seed: of what is drawn.
         cache: file for answers; what was killed goes on there (drawn answers are drawn again).
-
-    Raises:
-        MissingExtra: lm-eval is not installed.
     """
     if benchmark.not_run:
         return Score(benchmark.name, benchmark.measure, (), benchmark.total, not_run=benchmark.not_run)
@@ -185,7 +163,6 @@ def _task(benchmark: Benchmark, kept: _Kept, documents: Any) -> dict[str, Any]:
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Without lm-eval's account of itself."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

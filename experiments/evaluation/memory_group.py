@@ -30,9 +30,6 @@ def memory_group(limit: int, control: Path = CONTROL) -> Generator[Path]:
 
     Yields:
         Its file `cgroup.procs`; a process that writes its number there is in it, and so are its children.
-
-    Raises:
-        NoGroup: there is none to be had.
     """
     group = _made(limit, control)
     try:

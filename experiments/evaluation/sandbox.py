@@ -54,38 +54,19 @@ class NoSandbox(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use.
-
-    Attributes:
-        seconds: on the clock, from its first line on; about as much CPU for each process.
-        memory: bytes of all processes together, files in memory included.
-        processes: at a time, threads included.
-        disk: bytes of its only folder, which lies in memory.
-        output: bytes on stdout and stderr together.
-        files: open at a time.
-    """
-
-    seconds: float = 10.0
-    memory: int = 512 * _MEGABYTE
-    processes: int = 16
-    disk: int = 16 * _MEGABYTE
-    output: int = 64 * 1024
-    files: int = 64
+    seconds: float = 10.0  # on the clock, from its first line on; about as much CPU for each process
+    memory: int = 512 * _MEGABYTE  # bytes of all processes together, files in memory included
+    processes: int = 16  # at a time, threads included
+    disk: int = 16 * _MEGABYTE  # bytes of its only folder, which lies in memory
+    output: int = 64 * 1024  # bytes on stdout and stderr together
+    files: int = 64  # open at a time
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
-
-    Attributes:
-        verdict: "passed" if it ran to its end; else what ended it.
-        output: the last of what it printed.
-        seconds: on the clock.
-    """
-
-    verdict: Verdict
-    output: str
-    seconds: float
+    verdict: Verdict  # "passed" if it ran to its end; else what ended it
+    output: str  # the last of what it printed
+    seconds: float  # on the clock
 
     @property
     def passed(self) -> bool:
@@ -109,9 +90,6 @@ def run_program(source: str, limits: Limits = Limits()) -> Outcome:
     Args:
         source: of the program; it passes if it runs to its end without an exception.
         limits: beyond which it is killed.
-
-    Raises:
-        NoSandbox: a tool is missing, or there is no control group for its memory.
     """
     absent = missing()
     if absent:

@@ -52,11 +52,6 @@ def self_test() -> SelfTest:
 
 
 def attempts() -> Mapping[str, Outcome]:
-    """What became of each attack.
-
-    Raises:
-        NoSandbox: nothing could be run.
-    """
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         secret = Path(folder) / "secret"
         secret.write_text("secret")

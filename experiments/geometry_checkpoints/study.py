@@ -33,21 +33,14 @@ SMALL: Final = (
 
 @dataclass(frozen=True)
 class Survey:
-    """What is scored. The defaults are the scale "tiny".
+    """What is scored. The defaults are the scale "tiny"."""
 
-    Attributes:
-        source: "packages", or "hub".
-        names: of the hub's models that are scored; all that were published if there are none.
-        first: how many of them; 0: all.
-    """
-
-    source: str = "packages"
-    names: tuple[str, ...] = ()
-    first: int = 0
+    source: str = "packages"  # "packages", or "hub"
+    names: tuple[str, ...] = ()  # of the hub's models that are scored; all that were published if there are none
+    first: int = 0  # how many of them; 0: all
 
     @property
     def checkpoints(self) -> dict[str, Checkpoint]:
-        """By name."""
         every = shipped() if self.source == "packages" else of_the_hub(self.names)
         return dict(list(every.items())[: self.first or None])
 
@@ -68,16 +61,11 @@ def paper() -> Survey:
 
 
 def miniature(config: Survey) -> Survey:
-    """One model."""
     return replace(config, first=1)
 
 
 def setup(config: Survey) -> Setup:
-    """A run for each checkpoint that is here; the others are named.
-
-    Raises:
-        ValueError: none is.
-    """
+    """A run for each checkpoint that is here; the others are named."""
     every = config.checkpoints
     here = [name for name, one in every.items() if one.is_here]
     missing = {name: one.packaged.requirement for name, one in every.items() if one.packaged and name not in here}
@@ -143,7 +131,6 @@ def as_published(layer: AttentionLayer) -> tuple[float, float]:
 
 
 def _published(name: str) -> list[dict[str, object]]:
-    """The records of a model, medians over layers."""
     return [
         {
             "model": one.model,

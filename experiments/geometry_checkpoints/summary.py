@@ -44,12 +44,7 @@ def parts(runs: Sequence[Mapping[str, Any]], published: Mapping[str, Any]) -> li
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or nothing has been scored.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.json, results.csv and figure.png, and return the table."""
     about, runs = read_study(folder)
     rows = parts(runs, about["published"])
     if not rows:
@@ -73,11 +68,7 @@ def summarise(folder: Path, results: Path) -> str:
 
 
 def figure(runs: Sequence[Mapping[str, Any]]) -> Any:
-    """S and D by layer, encoders filled and decoders dashed; crosses where heads are paired as was published.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """S and D by layer, encoders filled and decoders dashed; crosses where heads are paired as was published."""
     drawn, panels = canvas(15.0, 8.5, 1, 2)
     titles = {"symmetry": "symmetry S of a layer", "directionality": "directionality D of a layer (below 0: columns)"}
     for axes, (what, title) in zip(panels, titles.items(), strict=True):
@@ -105,7 +96,6 @@ def _draw(axes: Any, layers: Sequence[Mapping[str, Any]], what: str, name: str) 
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """The results in text."""
     lines = [
         [
             "model",

@@ -29,29 +29,17 @@ _OUTPUTS: Final = ("o_proj", "c_proj", "out_proj", "dense", "Wo", "output.dense"
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """What one attention layer computed of one text, in float64.
+    """What one attention layer computed of one text, in float64."""
 
-    Attributes:
-        residual: what enters the block, [positions, d]: the token as the proposition has it.
-        tokens: what is projected, [positions, d]: the same behind a norm, where there is one.
-        query: of every head, with bias and position, [heads, positions, head_dim].
-        key: likewise, repeated for the heads that share it.
-        value: likewise.
-        weights: after the softmax, [heads, queries, keys].
-        heads: outputs of the heads, [positions, heads, head_dim].
-        output: of the layer, behind its last projection without its bias, [positions, d].
-        values: what the layer would give for a token that all heads attend to alone, [positions, d].
-    """
-
-    residual: Tensor
-    tokens: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    weights: Tensor
-    heads: Tensor
-    output: Tensor
-    values: Tensor
+    residual: Tensor  # what enters the block, [positions, d]: the token as the proposition has it
+    tokens: Tensor  # what is projected, [positions, d]: the same behind a norm, where there is one
+    query: Tensor  # of every head, with bias and position, [heads, positions, head_dim]
+    key: Tensor  # likewise, repeated for the heads that share it
+    value: Tensor  # likewise
+    weights: Tensor  # after the softmax, [heads, queries, keys]
+    heads: Tensor  # outputs of the heads, [positions, heads, head_dim]
+    output: Tensor  # of the layer, behind its last projection without its bias, [positions, d]
+    values: Tensor  # what the layer would give for a token that all heads attend to alone, [positions, d]
 
 
 def record(model: Any, ids: Tensor) -> list[tuple[AttentionLayer, Recorded]]:
@@ -60,9 +48,6 @@ def record(model: Any, ids: Tensor) -> list[tuple[AttentionLayer, Recorded]]:
     Args:
         model: of transformers, in evaluation mode; runs with its eager attention meanwhile.
         ids: int64[1, positions].
-
-    Raises:
-        UnsupportedArchitecture: a layer whose output projection is not known.
     """
     sites = [site for site in find_sites(model) if site.kind == "self"]
     layers = {layer.name: layer for layer in attention_layers(model)}

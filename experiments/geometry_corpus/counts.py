@@ -29,19 +29,12 @@ SEEN: Final = 100  # times at least that a token is in the rows, to be looked at
 
 @dataclass(frozen=True, eq=False)
 class Roles:
-    """How often each position of each row is in a role, int64[rows, positions].
+    """How often each position of each row is in a role, int64[rows, positions]."""
 
-    Attributes:
-        context: positions that are predicted with this one in sight, as the proposition counts.
-        predicted: positions in sight when this one is predicted, likewise.
-        key: pairs in which the last layer reads this position's own embedding as a key.
-        query: pairs in which it reads it as the query.
-    """
-
-    context: Tensor
-    predicted: Tensor
-    key: Tensor
-    query: Tensor
+    context: Tensor  # positions that are predicted with this one in sight, as the proposition counts
+    predicted: Tensor  # positions in sight when this one is predicted, likewise
+    key: Tensor  # pairs in which the last layer reads this position's own embedding as a key
+    query: Tensor  # pairs in which it reads it as the query
 
 
 def cut_rows(documents: Sequence[Sequence[int]], cut: Cut, length: int, rows: int, end: int) -> Tensor:

@@ -17,7 +17,6 @@ _FEW: Final = 0.1  # of tokens whose 95 % interval leaves out 1: nominally a twe
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """By the rules of the README."""
     content = read(results / "results.json")
     return [
         Judgement("G1", *combinations(content["models"])),

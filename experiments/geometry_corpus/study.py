@@ -32,31 +32,19 @@ _PAPER: Final = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured. The defaults are the scale "tiny".
+    """What is measured. The defaults are the scale "tiny"."""
 
-    Attributes:
-        models: as `af.load_model` takes them.
-        texts: that each model reads.
-        tokens: of such a text.
-        source: of the text whose tokens are counted: "shakespeare", or a data set of the hub, which is streamed.
-        tokenizers: how many pieces are learned from Shakespeare, or names of the hub.
-        documents: that are read of a data set.
-        length: of a row.
-        rows: at most.
-        most: how many tokens are looked at, the most frequent first.
-        draws: of the bootstrap.
-    """
-
-    models: tuple[str, ...] = ("smollm2-135m", "minilm")
-    texts: int = 12
-    tokens: int = 64
+    models: tuple[str, ...] = ("smollm2-135m", "minilm")  # as `af.load_model` takes them
+    texts: int = 12  # that each model reads
+    tokens: int = 64  # of such a text
+    # of the text whose tokens are counted: "shakespeare", or a data set of the hub, which is streamed
     source: str = "shakespeare"
-    tokenizers: tuple[int | str, ...] = (270, 8192)
-    documents: int = 0
-    length: int = 128
-    rows: int = 16_384
-    most: int = 200
-    draws: int = 2000
+    tokenizers: tuple[int | str, ...] = (270, 8192)  # how many pieces are learned from Shakespeare, or names of the hub
+    documents: int = 0  # that are read of a data set
+    length: int = 128  # of a row
+    rows: int = 16_384  # at most
+    most: int = 200  # how many tokens are looked at, the most frequent first
+    draws: int = 2000  # of the bootstrap
 
 
 def tiny() -> Measurement:
@@ -79,7 +67,6 @@ def paper() -> Measurement:
 
 
 def miniature(config: Measurement) -> Measurement:
-    """Two short texts, a few rows."""
     return replace(
         config, models=config.models[:1], texts=2, tokens=16, tokenizers=config.tokenizers[:1], length=16, rows=64,
         documents=min(config.documents, 40), most=4, draws=20,
@@ -142,18 +129,13 @@ def passages(count: int) -> list[str]:
 
 
 def documents(config: Measurement) -> list[str]:
-    """Speeches and stanzas of Shakespeare, or documents of a data set.
-
-    Raises:
-        MissingPackage: the package `shakespeare` is not installed.
-    """
+    """Speeches and stanzas of Shakespeare, or documents of a data set."""
     if config.source == "shakespeare":
         return [speech for work in works() for speech in _speeches(sample_text(work))]
     return list(islice(texts.stream(config.source), config.documents))
 
 
 def _speeches(text: str) -> list[str]:
-    """What blank lines part."""
     return [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
 
 

@@ -25,12 +25,7 @@ HULLS: Final = {"values": "hull of values", "tokens": "hull of tokens"}
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: nothing was measured in the folder.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.json, results.csv and figure.png, and return the table."""
     _, runs = read_study(folder)
     content: dict[str, Any] = {
         "about": "of models [mean, low, high] over texts of means over layers; shares of tokens whose ratio of context "
@@ -58,7 +53,6 @@ def summarise(folder: Path, results: Path) -> str:
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """The results in text."""
     head = ["model", *ORDERS.values(), *(f"distance, {name}" for name in HULLS.values())]
     rows = [
         [one["model"]]
@@ -81,11 +75,7 @@ def table(content: Mapping[str, Any]) -> str:
 
 
 def figure(content: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> Any:
-    """Order and hulls of every model, and the ratios of the most frequent tokens of one text.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Order and hulls of every model, and the ratios of the most frequent tokens of one text."""
     drawn, panels = canvas(17.0, 6.5, 1, 3)
     names = [one["model"] for one in content["models"]]
     for axes, prefix, parts in ((panels[0], "order, ", ORDERS), (panels[1], "distance to the hull of ", HULLS)):

@@ -64,25 +64,16 @@ _PLACES: Final = {  # of CTranslate2, with the names of transformers
 
 @dataclass(frozen=True)
 class Reading:
-    """A model and what it reads.
-
-    Attributes:
-        model: of transformers.
-        texts: its named inputs, one sequence each.
-        ends: tower -> how many tokens at the beginning and at the end are marks, or the first one, which often draws
-            the attention of all others.
-        pads: tower -> how many tokens at the end are silence, which the model reads and which are never counted.
-        says: what it has made of its inputs, where that shows that the weights are in their places.
-    """
-
-    model: PreTrainedModel
-    texts: Sequence[Mapping[str, Tensor]]
+    model: PreTrainedModel  # of transformers
+    texts: Sequence[Mapping[str, Tensor]]  # its named inputs, one sequence each
+    # tower -> how many tokens at the beginning and at the end are marks, or the first one, which often draws the
+    # attention of all others
     ends: Mapping[str, tuple[int, int]]
+    # tower -> how many tokens at the end are silence, which the model reads and which are never counted
     pads: Mapping[str, int] = field(default_factory=dict[str, int])
-    says: tuple[str, ...] = ()
+    says: tuple[str, ...] = ()  # what it has made of its inputs, where that shows that the weights are in their places
 
     def size(self, tower: str) -> int:
-        """Tokens of a text, in the mean."""
         name = {"encoder": "input_features", "decoder": "decoder_input_ids"}.get(tower, "input_ids")
         frames = 2 if tower == "encoder" else 1  # of a position
         return round(float(np.mean([text[name].shape[-1] for text in self.texts])) / frames) - self.pads.get(tower, 0)
@@ -228,7 +219,6 @@ def clips(path: Path) -> list[Any]:
 
 @torch.no_grad()
 def transcribed(model: WhisperForConditionalGeneration, features: Tensor) -> list[int]:
-    """What Whisper writes greedily, without the end."""
     heard = model.model.encoder(features)
     written: list[int] = [*_START]
     while len(written) < 60:
@@ -242,6 +232,5 @@ def transcribed(model: WhisperForConditionalGeneration, features: Tensor) -> lis
 
 
 def spelled(vocabulary: Path, tokens: Sequence[int]) -> str:
-    """Tokens as text."""
     pieces = vocabulary.read_text(encoding="utf-8").split("\n")
     return "".join(pieces[token] for token in tokens[len(_START) :]).replace("\u0120", " ").strip()

@@ -15,6 +15,7 @@ from torch import Tensor
 import attnflow as af
 from attnflow._core.progress import Progress
 from attnflow.geometry.in_use import Accumulator, LayerTokens, observe
+from attnflow.models.subject import Subject
 from attnflow.models.weights.attention import AttentionLayer, attention_layers
 from experiments.geometry_in_use.models import UNTRAINED, Reading, needed, read
 from experiments.runner.experiment import Setup
@@ -28,32 +29,20 @@ Numbers = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Use:
-    """What is measured. The defaults are the scale "tiny".
+    """What is measured. The defaults are the scale "tiny"."""
 
-    Attributes:
-        models: by name.
-        seeds: numbers of the texts that each model reads.
-        lengths: of the texts of language models, in tokens; verdicts rest on the last one.
-        white: how many Gaussian tokens the control draws.
-    """
-
-    models: tuple[str, ...] = ("SmolLM2", "MiniLM", "AntiBERTy", "Whisper")
-    seeds: tuple[int, ...] = tuple(range(8))
-    lengths: tuple[int, ...] = (64, 256)
-    white: int = 4096
+    models: tuple[str, ...] = ("SmolLM2", "MiniLM", "AntiBERTy", "Whisper")  # by name
+    seeds: tuple[int, ...] = tuple(range(8))  # numbers of the texts that each model reads
+    lengths: tuple[int, ...] = (64, 256)  # of the texts of language models, in tokens; verdicts rest on the last one
+    white: int = 4096  # how many Gaussian tokens the control draws
 
 
 def miniature(config: Use) -> Use:
-    """A tiny model of random weights, two texts."""
     return replace(config, models=(UNTRAINED,), seeds=config.seeds[:2], lengths=(8, 16), white=64)
 
 
 def setup(config: Use) -> Setup:
-    """For each model that is installed: a run for its weights, and one for each text.
-
-    Raises:
-        ValueError: no model is installed.
-    """
+    """For each model that is installed: a run for its weights, and one for each text."""
     missing = {
         name: [one.requirement for one in needed(name) if one.find() is None] for name in config.models
     }  # fmt: skip
@@ -137,7 +126,7 @@ def in_use(reading: Reading, inputs: Mapping[str, Tensor]) -> dict[str, dict[str
         sums[ALL][layer.name].add(seen)
         sums[INNER][layer.name].add(inner(seen, *reading.ends[layer.tower]))
 
-    observe(reading.model, layers, inputs, see)
+    observe(Subject(reading.model), layers, inputs, see)
     found: dict[str, dict[str, Any]] = {tower: {"tokens": count, ALL: {}, INNER: {}} for tower, count in tokens.items()}
     for which, by_layer in sums.items():
         for layer in layers:

@@ -123,12 +123,7 @@ def quantities(tower: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or no model with its weights and two texts.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.json, results.csv and figure.png, and return the table."""
     about, runs = read_study(folder)
     every = {name: one for name, one in towers(runs).items() if one["read"]}
     if not every:
@@ -169,16 +164,11 @@ def _lines(name: str, tower: Mapping[str, Any]) -> list[list[object]]:
 
 
 def main_row(tower: Mapping[str, Any], score: str, which: str = ALL) -> Mapping[str, Any]:
-    """Of the longest texts."""
     return [row for row in tower["rows"] if row["score"] == score and row["which"] == which][-1]
 
 
 def figure(every: Mapping[str, Mapping[str, Any]], content: Mapping[str, Any]) -> Any:
-    """Each head's score in use against that of its weights, for all tokens; darker dots lie in later layers.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Each head's score in use against that of its weights, for all tokens; darker dots lie in later layers."""
     drawn, panels = canvas(4.2 * len(every), 8.4, len(SCORES), len(every))
     panels = np.array(panels).reshape(len(SCORES), len(every))
     for row, (score, letter) in zip(panels, SCORES.items(), strict=True):
@@ -198,7 +188,6 @@ def figure(every: Mapping[str, Mapping[str, Any]], content: Mapping[str, Any]) -
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """The results in text."""
     head = ["", "score", "length", "tokens", "rank correlation", "within a layer", "over texts", "exchanged", "medians"]
     lines = [head]
     for name, tower in content["towers"].items():

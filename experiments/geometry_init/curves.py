@@ -21,29 +21,15 @@ TABLE: Final = "results.csv"
 
 @dataclass(frozen=True)
 class Curves:
-    """One arm at one learning rate.
-
-    Attributes:
-        objective: "masked" or "causal".
-        arm: how W_q and W_k begin, or what is added to the loss.
-        rate: peak.
-        seeds: that have run.
-        steps: of the measurements.
-        held_out: loss, [seeds, steps].
-        symmetry: S of each layer, [seeds, steps, layers].
-        directionality: likewise.
-        seconds: of a run, mean.
-    """
-
-    objective: str
-    arm: str
-    rate: float
-    seeds: tuple[int, ...]
-    steps: tuple[int, ...]
-    held_out: Array
-    symmetry: Array
-    directionality: Array
-    seconds: float
+    objective: str  # "masked" or "causal"
+    arm: str  # how W_q and W_k begin, or what is added to the loss
+    rate: float  # peak
+    seeds: tuple[int, ...]  # that have run
+    steps: tuple[int, ...]  # of the measurements
+    held_out: Array  # loss, [seeds, steps]
+    symmetry: Array  # S of each layer, [seeds, steps, layers]
+    directionality: Array  # likewise
+    seconds: float  # of a run, mean
 
     def end(self, quantity: str) -> Array:
         """[seeds], at the last step; of S and D the median over layers."""
@@ -51,27 +37,16 @@ class Curves:
         return values if quantity == "held_out" else np.median(values, axis=1)
 
     def of_seeds(self, seeds: Sequence[int], values: Array) -> Array:
-        """The rows of some seeds, in their order."""
         return values[[self.seeds.index(seed) for seed in seeds]]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The learning rate of an arm, and why.
-
-    Attributes:
-        objective: "masked" or "causal".
-        arm: how W_q and W_k begin.
-        rate: the best one.
-        at_end: whether it is the lowest or the highest that was tried.
-        losses: by rate, of each seed, on rows that are not those of the results.
-    """
-
-    objective: str
-    arm: str
-    rate: float
-    at_end: bool
-    losses: Mapping[float, Sequence[float]]
+    objective: str  # "masked" or "causal"
+    arm: str  # how W_q and W_k begin
+    rate: float  # the best one
+    at_end: bool  # whether it is the lowest or the highest that was tried
+    losses: Mapping[float, Sequence[float]]  # by rate, of each seed, on rows that are not those of the results
 
 
 def read_curves(folder: Path) -> tuple[list[Curves], list[Choice]]:
@@ -79,9 +54,6 @@ def read_curves(folder: Path) -> tuple[list[Curves], list[Choice]]:
 
     A study in which all seeds choose, and that was cut short, is read by the seeds that have run with every arm and
     rate.
-
-    Raises:
-        FileNotFoundError: no study in the folder, none of its jobs is finished, or no seed has all arms.
     """
     about, finished = read_study(folder)
     config, runs = about["config"], {Job(**run["job"]): run for run in finished}
@@ -117,11 +89,7 @@ def _at_every_rate(
 
 
 def read_table(results: Path) -> list[Curves]:
-    """The curves of a study whose runs are not there any more, from its `results.csv`, which holds all they measured.
-
-    Raises:
-        FileNotFoundError: no such table.
-    """
+    """The curves of a study whose runs are no longer there, from its `results.csv`, which holds all they measured."""
     with (results / TABLE).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     seconds = {(one["objective"], one["arm"]): one["seconds"] for one in read(results / "results.json")["arms"]}

@@ -128,7 +128,6 @@ def _verdict(signs: Sequence[set[int]]) -> Verdict:
 
 
 def said_of(choices: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]]) -> str:
-    """The choices and the contrasts in text."""
     lines = [["objective", "arm", "best rate", "loss for choosing by rate", "others less best"]]
     for one in choices:
         losses = ", ".join(f"{rate}: {loss:.4f}" for rate, loss in one["losses"].items())

@@ -24,49 +24,29 @@ _EVALUATED: Final = 32  # rows of a pass
 
 @dataclass(frozen=True)
 class Initialisation:
-    """What is trained. The defaults are the scale "tiny".
+    """What is trained. The defaults are the scale "tiny"."""
 
-    Attributes:
-        text: "shakespeare", or a data set of the hub, which is streamed.
-        tokenizer: how many word pieces are learned from the text, or the name of a tokenizer of the hub.
-        rows: of a data set, for training; those of Shakespeare are what they are.
-        held_out: rows for the results, and as many for choosing the learning rate.
-        length: tokens of a row.
-        sizes: of the models, as `BertConfig` takes them.
-        masked: arms that predict masked tokens.
-        causal: arms that predict the next token under a causal mask.
-        factor: of the penalties.
-        seeds: of initialisation and data.
-        rates: learning rates.
-        choosing: how many of the seeds choose each arm's rate; all of them: every arm runs at every rate.
-        steps: of the optimiser.
-        warmup: steps; the rate then falls linearly.
-        batch_size: rows of a forward pass.
-        parts: forward passes of a step.
-        decay: of matrices.
-        measure_every: steps.
-        save_every: steps.
-    """
-
-    text: str = "shakespeare"
-    tokenizer: int | str = 2048
-    rows: int = 0
-    held_out: int = 64
-    length: int = 64
+    text: str = "shakespeare"  # "shakespeare", or a data set of the hub, which is streamed
+    tokenizer: int | str = 2048  # how many word pieces are learned from the text, or the name of a tokenizer of the hub
+    rows: int = 0  # of a data set, for training; those of Shakespeare are what they are
+    held_out: int = 64  # rows for the results, and as many for choosing the learning rate
+    length: int = 64  # tokens of a row
+    # of the models, as `BertConfig` takes them
     sizes: Mapping[str, Any] = field(default_factory=lambda: sizes(128, 4, 0.0))
-    masked: tuple[str, ...] = (*INITIALISATIONS, *PENALTIES)
+    masked: tuple[str, ...] = (*INITIALISATIONS, *PENALTIES)  # arms that predict masked tokens
+    # arms that predict the next token under a causal mask
     causal: tuple[str, ...] = ("default", "scaled", "symmetric", "skew", "penalty columns")
-    factor: float = 0.1
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    rates: tuple[float, ...] = (5e-4, 2e-3)
-    choosing: int = 1
-    steps: int = 1000
-    warmup: int = 50
-    batch_size: int = 16
-    parts: int = 1
-    decay: float = 0.01
-    measure_every: int = 25
-    save_every: int = 250
+    factor: float = 0.1  # of the penalties
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # of initialisation and data
+    rates: tuple[float, ...] = (5e-4, 2e-3)  # learning rates
+    choosing: int = 1  # how many of the seeds choose each arm's rate; all of them: every arm runs at every rate
+    steps: int = 1000  # of the optimiser
+    warmup: int = 50  # steps; the rate then falls linearly
+    batch_size: int = 16  # rows of a forward pass
+    parts: int = 1  # forward passes of a step
+    decay: float = 0.01  # of matrices
+    measure_every: int = 25  # steps
+    save_every: int = 250  # steps
 
 
 def sizes(width: int, layers: int, dropout: float) -> dict[str, Any]:

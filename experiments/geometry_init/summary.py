@@ -21,24 +21,15 @@ from experiments.runner.study import LINES, RUNS
 
 @dataclass(frozen=True)
 class Comparison:
-    """An arm against the control that differs from it in one thing.
+    """An arm against the control that differs from it in one thing."""
 
-    Attributes:
-        objective: of both.
-        arm: what is compared.
-        control: with what.
-        loss: held-out loss of the arm less that of the control at the end, paired by seed.
-        p: of that difference, by permutations.
-        speed_up: share of the steps saved, over all pairs of a run of the arm and one of the control.
-        null: the same for pairs of different seeds of the control: mean, 2.5 % and 97.5 % of these pairs.
-    """
-
-    objective: str
-    arm: str
-    control: str
-    loss: Interval
-    p: float
-    speed_up: float
+    objective: str  # of both
+    arm: str  # what is compared
+    control: str  # with what
+    loss: Interval  # held-out loss of the arm less that of the control at the end, paired by seed
+    p: float  # of that difference, by permutations
+    speed_up: float  # share of the steps saved, over all pairs of a run of the arm and one of the control
+    # the same for pairs of different seeds of the control: mean, 2.5 % and 97.5 % of these pairs
     null: tuple[float, float, float]
 
 
@@ -109,10 +100,6 @@ def summarise(folder: Path, results: Path) -> str:
 
     The runs of the scale "tiny" were not kept. Its results are computed again from the table beside them:
     `python -m experiments geometry_init --summary --work experiments/geometry_init/results`.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or none of its jobs is finished.
-        MissingExtra: matplotlib is not installed.
     """
     kept = (folder / RUNS).is_dir() or (folder / LINES).is_file()
     every, choices = read_curves(folder) if kept else (read_table(folder), [])
@@ -171,7 +158,6 @@ def _rows(every: Sequence[Curves]) -> tuple[list[str], list[list[object]]]:
 
 
 def table(every: Sequence[Curves], compared: Sequence[Comparison], contrasted: Mapping[str, Interval]) -> str:
-    """The results in text."""
     against = {(one.objective, one.arm): one for one in compared}
     lines = [["objective", "arm", "rate", "seeds", "held-out loss", "less control", "speed-up", "null", "S", "D"]]
     for one in every:
@@ -192,9 +178,6 @@ def figure(every: Sequence[Curves]) -> Any:
     """Held-out loss less the default's, paired by seed, S and D (medians over layers) over training, by objective.
 
     S and D by layer are in results.csv and results.json.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
     """
     drawn, panels = canvas(13.0, 12.0, 3, 2)
     titles = {

@@ -32,15 +32,7 @@ def draw_tokens(seed: int, vocabulary: int = 48, length: int = 8192) -> Int[Tens
 
 
 class LanguageModel(nn.Module):
-    """Embeddings with learned positions, layers of attention and MLP behind norms, outputs tied to the embeddings.
-
-    Args:
-        vocabulary: number of tokens; one more is kept for [MASK].
-        width: of the embeddings.
-        num_heads: a divisor of `width`.
-        num_layers: at least 1.
-        seed: of the initial weights.
-    """
+    """Embeddings with learned positions, layers of attention and MLP behind norms, outputs tied to the embeddings."""
 
     def __init__(self, vocabulary: int, width: int, num_heads: int, num_layers: int, seed: int) -> None:
         super().__init__()
@@ -71,14 +63,12 @@ class LanguageModel(nn.Module):
         return functional.cross_entropy(logits[masked], inputs[masked])
 
     def forward(self, inputs: Int[Tensor, "batch position"], causal: bool) -> Float[Tensor, "batch position words"]:
-        """Logits of every position."""
         hidden = self.embedding(inputs) + self.position.weight[: inputs.shape[1]]
         for layer in self.layers():
             hidden = layer(hidden, causal)
         return self.norm(hidden) @ self.embedding.weight[:-1].T
 
     def layers(self) -> list[Layer]:
-        """The layers, the first one first."""
         return cast(list[Layer], list(self._layers))
 
     def bilinear_forms(self) -> Float[Tensor, "layers d d"]:
@@ -102,7 +92,6 @@ class Layer(nn.Module):
         self._tokens = self._weights = torch.empty(0)
 
     def forward(self, hidden: Float[Tensor, "batch position d"], causal: bool) -> Float[Tensor, "batch position d"]:
-        """The hidden states after the layer."""
         tokens = self.norm(hidden)
         query, key, value = (
             projection(tokens).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -125,7 +114,6 @@ class Layer(nn.Module):
         return self._tokens, self._weights.detach(), gradient
 
     def heads(self) -> tuple[Float[Tensor, "head head_dim d"], Float[Tensor, "head head_dim d"]]:
-        """W_q and W_k by head, detached."""
         split = (weight.detach().unflatten(0, (self.num_heads, -1)) for weight in (self.query.weight, self.key.weight))
         query, key = split
         return query, key

@@ -34,22 +34,15 @@ _QUANTITIES: Final = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is trained. The defaults are the scale "tiny".
+    """What is trained. The defaults are the scale "tiny"."""
 
-    Attributes:
-        text: "letters" of Shakespeare, "chain": a Markov chain of 48 tokens, drawn anew for each seed, or a data set of
-            the hub, of which the first letters are streamed.
-        seeds: of the models of each objective.
-        steps: of the optimiser.
-        width: of the models.
-        letters: of a data set.
-    """
-
+    # "letters" of Shakespeare, "chain": a Markov chain of 48 tokens, drawn anew for each seed, or a data set of the
+    # hub, of which the first letters are streamed
     text: str = "letters"
-    seeds: tuple[int, ...] = tuple(range(40))
-    steps: int = 600
-    width: int = 64
-    letters: int = 0
+    seeds: tuple[int, ...] = tuple(range(40))  # of the models of each objective
+    steps: int = 600  # of the optimiser
+    width: int = 64  # of the models
+    letters: int = 0  # of a data set
 
 
 def tiny() -> Measurement:
@@ -79,11 +72,7 @@ def streamed(source: str, count: int) -> Tensor:
 
 
 def letters() -> Tensor:
-    """The characters of three works of Shakespeare as numbers from 0.
-
-    Raises:
-        MissingPackage: the package `shakespeare` is not installed.
-    """
+    """The characters of three works of Shakespeare as numbers from 0."""
     text = "".join(sample_text(work) for work in WORKS)
     numbers = {character: number for number, character in enumerate(sorted(set(text)))}
     return torch.tensor([numbers[character] for character in text])
@@ -96,7 +85,6 @@ def miniature(config: Measurement) -> Measurement:
 
 
 def setup(settings: Measurement) -> Setup:
-    """A run for each objective and seed."""
     tokens = None
     if settings.text != "chain":
         tokens = letters() if settings.text == "letters" else streamed(settings.text, settings.letters)
@@ -111,11 +99,7 @@ def setup(settings: Measurement) -> Setup:
 
 
 def read_updates(folder: Path) -> UpdateStudy:
-    """What the finished runs of a folder say; seeds that have run with one objective only are left out.
-
-    Raises:
-        FileNotFoundError: nothing was measured there.
-    """
+    """What the finished runs of a folder say; seeds that have run with one objective only are left out."""
     settings, runs = read_study(folder)
     by_seed = {
         objective: {r["job"]["seed"]: r for r in runs if r["job"]["arm"] == objective} for objective in OBJECTIVES
@@ -127,12 +111,7 @@ def read_updates(folder: Path) -> UpdateStudy:
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.csv, results.json and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: nothing was measured in the folder.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.csv, results.json and figure.png, and return the table."""
     study = read_updates(folder)
     content: dict[str, Any] = asdict(study)
     rows = [
@@ -153,11 +132,7 @@ def summarise(folder: Path, results: Path) -> str:
 
 
 def figure(study: Mapping[str, Any]) -> Any:
-    """Symmetry, directionality and strong columns of each kind of update, with 95 % intervals over seeds.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Symmetry, directionality and strong columns of each kind of update, with 95 % intervals over seeds."""
     drawn, panels = canvas(11.0, 3.4, 1, len(_QUANTITIES))
     for axes, (quantity, title) in zip(panels, _QUANTITIES.items(), strict=True):
         axes.axhline(0, color="0.4", linewidth=0.8)

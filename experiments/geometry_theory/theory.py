@@ -75,11 +75,6 @@ def implicit_step(
 
     Remark S1.6. M itself is no parameter, and its step is not proportional to -G: the gradient passes through both
     projections. Of one pair, `G = beta_ij x_i x_j^T`, both terms have rank 1 (eq. S41); of a batch, head_dim at most.
-
-    Args:
-        query: W_q of one head as `nn.Linear` stores it.
-        key: W_k of the head.
-        gradient: G, with respect to M.
     """
     return -(gradient @ key.mT @ key + query.mT @ query @ gradient)
 
@@ -112,48 +107,31 @@ def masked_pairs(model: LanguageModel) -> Float[Tensor, "5"]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The scores of one kind of update, over seeds.
+    """The scores of one kind of update, over seeds."""
 
-    Attributes:
-        objective: "causal" (next token), "bidirectional" (masked tokens), or "difference" (bidirectional - causal, by
-            seed).
-        stage: "gradient" (the sum of prop. 2.2 at initialisation), "first step" (`implicit_step` of it), "late
-            gradient" (the sum in the last step) or "training" (M after training less M before).
-        symmetry: theorem 2.4 says that it is positive for "bidirectional".
-        directionality: reading "excess"; negative where columns dominate.
-        more_columns: share of columns minus share of rows with norms above one common threshold, mean + 2 std of
-            all of them: theorem 2.3 says that it is positive for "causal".
-    """
-
+    # "causal" (next token), "bidirectional" (masked tokens), or "difference" (bidirectional - causal, by seed)
     objective: Objective | Literal["difference"]
+    # "gradient" (the sum of prop. 2.2 at initialisation), "first step" (`implicit_step` of it), "late gradient" (the
+    # sum in the last step) or "training" (M after training less M before).
     stage: Stage
-    symmetry: Interval
-    directionality: Interval
+    symmetry: Interval  # theorem 2.4 says that it is positive for "bidirectional"
+    directionality: Interval  # reading "excess"; negative where columns dominate
+    # share of columns minus share of rows with norms above one common threshold, mean + 2 std of all of them: theorem
+    # 2.3 says that it is positive for "causal"
     more_columns: Interval
 
 
 @dataclass(frozen=True)
 class UpdateStudy:
-    """What the runs found.
-
-    Attributes:
-        rows: one for each stage and objective, and their difference.
-        seeds: models trained for each objective.
-        steps: optimiser steps of each.
-        pairs: of the masked objective, at "gradient" and "late gradient": what `masked_pairs` returns.
-        losses: mean loss of the last tenth of the steps, by objective.
-        unigram_loss: entropy of the frequencies of tokens, the loss of a guess that looks at no context.
-    """
-
-    rows: tuple[Measured, ...]
-    seeds: int
-    steps: int
+    rows: tuple[Measured, ...]  # one for each stage and objective, and their difference
+    seeds: int  # models trained for each objective
+    steps: int  # optimiser steps of each
+    # of the masked objective, at "gradient" and "late gradient": what `masked_pairs` returns
     pairs: dict[str, dict[str, Interval]]
-    losses: dict[Objective, Interval]
-    unigram_loss: float
+    losses: dict[Objective, Interval]  # mean loss of the last tenth of the steps, by objective
+    unigram_loss: float  # entropy of the frequencies of tokens, the loss of a guess that looks at no context
 
     def row(self, objective: str, stage: str) -> Measured:
-        """The row of an objective and a stage."""
         for row in self.rows:
             if (row.objective, row.stage) == (objective, stage):
                 return row
@@ -203,9 +181,6 @@ def run_updates(
 
     Returns:
         What `study_of` reads.
-
-    Raises:
-        ValueError: a size out of range, or a text shorter than one sequence.
 
     Cost: with 600 steps about 8 s on one core.
     """

@@ -18,23 +18,13 @@ TaskOf = Callable[[Sequence[int]], Task]
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of training.
-
-    Attributes:
-        family: of tasks; "gaps" are butterflies whose centre is a block, masked whole or, "random gaps", in part.
-        layers: of the model.
-        block: tokens that "blocks" predicts at once; of a gap.
-        warm: whether the first half of the steps is causal.
-        depth: of a sparse realisation, at most: the narrowest window that has it; None for the dense mask.
-        repeated: whether the second half of each row is the first once more.
-    """
-
-    family: Family
-    layers: int
-    block: int = 1
-    warm: bool = False
+    family: Family  # of tasks; "gaps" are butterflies whose centre is a block, masked whole or, "random gaps", in part
+    layers: int  # of the model
+    block: int = 1  # tokens that "blocks" predicts at once; of a gap
+    warm: bool = False  # whether the first half of the steps is causal
+    # of a sparse realisation, at most: the narrowest window that has it; None for the dense mask
     depth: int | None = None
-    repeated: bool = False
+    repeated: bool = False  # whether the second half of each row is the first once more
 
     @property
     def decodes(self) -> bool:
@@ -70,9 +60,6 @@ class Arm:
 
 def narrowest(task: Task, depth: int) -> int:
     """The smallest window with which a task's sparse form has at most that depth; a wider one never has more.
-
-    Raises:
-        ValueError: its order needs more layers, however wide the window.
 
     >>> import attnflow as af
     >>> task = af.tasks.merge(af.tasks.causal_lm(range(64))).task
@@ -123,21 +110,12 @@ def arms(layers: Sequence[int], blocks: Sequence[int], depths: Sequence[int], re
 
 @dataclass(frozen=True)
 class Cost:
-    """What a row takes.
-
-    Attributes:
-        positions: of the merged sequence.
-        labels: that it trains.
-        pairs: (query, key) that its mask allows.
-        depth: of the mask.
-        flops: of forward and backward pass, as of kernels that skip all pairs that are not allowed and a head that
-            runs on positions with labels alone.
-    """
-
-    positions: int
-    labels: int
-    pairs: int
-    depth: int
+    positions: int  # of the merged sequence
+    labels: int  # that it trains
+    pairs: int  # (query, key) that its mask allows
+    depth: int  # of the mask
+    # of forward and backward pass, as of kernels that skip all pairs that are not allowed and a head that runs on
+    # positions with labels alone
     flops: int
 
 

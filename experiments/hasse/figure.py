@@ -15,25 +15,13 @@ from experiments.runner.statistics import Array, student
 
 @dataclass(frozen=True)
 class Curve:
-    """One arm at its chosen learning rate.
-
-    Attributes:
-        arm: its name.
-        rate: chosen on the first seed.
-        runs: finished ones, by seed.
-        steps: of the measurements.
-        tokens: of the text, that a run has read by then.
-        flops: that it has taken by then.
-        held_out: nats per token, [seeds, steps].
-    """
-
-    arm: str
-    rate: float
-    runs: Mapping[int, Record]
-    steps: tuple[int, ...]
-    tokens: Array
-    flops: Array
-    held_out: Array
+    arm: str  # its name
+    rate: float  # chosen on the first seed
+    runs: Mapping[int, Record]  # finished ones, by seed
+    steps: tuple[int, ...]  # of the measurements
+    tokens: Array  # of the text, that a run has read by then
+    flops: Array  # that it has taken by then
+    held_out: Array  # nats per token, [seeds, steps]
 
     def at(self, flops: float) -> Array:
         """[seeds], where that much compute is spent, between measurements by a straight line; at most the last."""
@@ -46,11 +34,7 @@ class Curve:
 
 
 def figure(content: Mapping[str, Any], curves: Mapping[str, Curve]) -> Any:
-    """Loss over tokens and over compute, by tokens per pass, of sparse masks, and by their depth.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Loss over tokens and over compute, by tokens per pass, of sparse masks, and by their depth."""
     drawn, panels = canvas(15.0, 17.0, 3, 2)
     names = ["causal", *(f"block {block}" for block in content["blocks"]), "butterfly"]
     shown = [curves[name] for name in names if name in curves]

@@ -29,21 +29,12 @@ _READ: Final = 50_000  # training rows that words and tables are counted in
 
 @dataclass(frozen=True)
 class Material:
-    """What all runs of a study read.
-
-    Attributes:
-        text: rows of it.
-        mask_token: id of [MASK], the last one of the vocabulary if the tokenizer has none.
-        vocabulary: number of ids.
-    """
-
-    text: Text
-    mask_token: int
-    vocabulary: int
+    text: Text  # rows of it
+    mask_token: int  # id of [MASK], the last one of the vocabulary if the tokenizer has none
+    vocabulary: int  # number of ids
 
     @classmethod
     def of(cls, config: Training) -> Material:
-        """Loaded as the settings say."""
         text = load_text(config.text, config.tokenizer, config.length, config.rows, config.held_out)
         mask_token = text.tokenizer.mask_token_id
         vocabulary = len(text.tokenizer) + (mask_token is None)
@@ -51,7 +42,6 @@ class Material:
 
     @property
     def rows(self) -> int:
-        """For training."""
         return len(cast(Sized, self.text.rows))
 
     @cached_property
@@ -62,11 +52,9 @@ class Material:
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """That the training text has."""
         return frozenset(words([str(one) for one in self.text.tokenizer.batch_decode(self.read.tolist())]))
 
     def sizes(self, config: Training, arm: Arm) -> dict[str, int]:
-        """Of the model of an arm."""
         return {**config.sizes, "layers": arm.layers, "vocabulary": self.vocabulary}
 
 
@@ -99,11 +87,7 @@ class Fitting:
         return {name: value.to(self._device) for name, value in collate(list(tokens)).items()}
 
     def train(self, job: Job, folder: Path, measure: Measure, progress: Progress) -> Course:
-        """Train, or go on; see `experiments.runner.training.train`.
-
-        Raises:
-            Diverged: a loss or gradient is NaN or infinite.
-        """
+        """Train, or go on; see `experiments.runner.training.train`."""
         config, arm = self._config, self._arm
         flex: Any = nullcontext()
         if config.masks == "intervals":

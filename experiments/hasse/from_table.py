@@ -46,7 +46,6 @@ def recomputed(results: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
 
 
 def main() -> None:
-    """Write them anew."""
     results = ROOT / "hasse" / "results"
     content, curves = recomputed(results)
     write(results / "results.json", content)

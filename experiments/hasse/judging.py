@@ -86,7 +86,6 @@ def _decoding(content: Mapping[str, Any]) -> list[Judgement]:
 
 
 def _words(content: Mapping[str, Any]) -> str:
-    """What the models write, in a sentence."""
     words = {one["arm"]: one["real_words"] for one in content["written"]}
     most = f"block {content['blocks'][-1]}"
     if not {"causal", most} <= words.keys():

@@ -11,65 +11,44 @@ from experiments.hasse.arms import Arm, arms
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained. The defaults are the scale "tiny".
+    """What is trained. The defaults are the scale "tiny"."""
 
-    Attributes:
-        text: "shakespeare", or a data set of the hub, which is streamed.
-        tokenizer: how many word pieces are learned from Shakespeare (259: the bytes), or the name of one of the hub.
-        rows: of a data set, for training; those of Shakespeare are what they are.
-        held_out: rows for the results.
-        written: held-out rows whose second half is written anew.
-        length: tokens of a row, a multiple of twice the largest block.
-        sizes: width and inner (feed-forward) of the models.
-        layers: of the models; the last number is that of the main arms.
-        blocks: tokens predicted at once.
-        depths: of sparse causal masks.
-        repeats: depths of sparse causal masks that learn rows whose second half is the first.
-        seeds: of initialisation and data.
-        rates: learning rates; with several, the first seed chooses for each arm.
-        rerun: if not empty, only these arms are run, each at all of its rates with all seeds. An earlier study has
-            chosen them. Groups follow one another, and within a group seeds are run in turn.
-        steps: of the optimiser; "warm" arms are causal for the first half of them.
-        warmup: steps; the rate is constant afterwards, so that every point of a curve is the end of a shorter run.
-        batch_size: rows of a forward pass.
-        parts: forward passes of a step.
-        decay: of matrices.
-        measure_every: steps.
-        save_every: steps.
-        masks: how they travel: "dense" for SDPA, or "intervals" for FlexAttention (SDPA on a CPU).
-    """
-
-    text: str = "shakespeare"
+    text: str = "shakespeare"  # "shakespeare", or a data set of the hub, which is streamed
+    # how many word pieces are learned from Shakespeare (259: the bytes), or the name of one of the hub
     tokenizer: int | str = 259
-    rows: int = 0
-    held_out: int = 64
-    written: int = 32
-    length: int = 64
+    rows: int = 0  # of a data set, for training; those of Shakespeare are what they are
+    held_out: int = 64  # rows for the results
+    written: int = 32  # held-out rows whose second half is written anew
+    length: int = 64  # tokens of a row, a multiple of twice the largest block
+    # width and inner (feed-forward) of the models
     sizes: Mapping[str, int] = field(default_factory=lambda: {"width": 64, "inner": 172})
-    layers: tuple[int, ...] = (2, 4)
-    blocks: tuple[int, ...] = (1, 2, 4, 8)
-    depths: tuple[int, ...] = (2, 4, 8, 16, 62)
+    layers: tuple[int, ...] = (2, 4)  # of the models; the last number is that of the main arms
+    blocks: tuple[int, ...] = (1, 2, 4, 8)  # tokens predicted at once
+    depths: tuple[int, ...] = (2, 4, 8, 16, 62)  # of sparse causal masks
+    # depths of sparse causal masks that learn rows whose second half is the first
     repeats: tuple[int, ...] = (2, 4, 16)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    rates: tuple[float, ...] = (1.5e-3, 3e-3)
+    seeds: tuple[int, ...] = (0, 1, 2)  # of initialisation and data
+    rates: tuple[float, ...] = (1.5e-3, 3e-3)  # learning rates; with several, the first seed chooses for each arm
+    # if not empty, only these arms are run, each at all of its rates with all seeds. An earlier study has chosen them.
+    # Groups follow one another, and within a group seeds are run in turn.
     rerun: tuple[Mapping[str, tuple[float, ...]], ...] = ()
-    steps: int = 800
+    steps: int = 800  # of the optimiser; "warm" arms are causal for the first half of them
+    # steps; the rate is constant afterwards, so that every point of a curve is the end of a shorter run
     warmup: int = 50
-    batch_size: int = 8
-    parts: int = 1
-    decay: float = 0.01
-    measure_every: int = 50
-    save_every: int = 200
+    batch_size: int = 8  # rows of a forward pass
+    parts: int = 1  # forward passes of a step
+    decay: float = 0.01  # of matrices
+    measure_every: int = 50  # steps
+    save_every: int = 200  # steps
+    # how they travel: "dense" for SDPA, or "intervals" for FlexAttention (SDPA on a CPU)
     masks: Literal["dense", "intervals"] = "dense"
 
     @property
     def arms(self) -> dict[str, Arm]:
-        """By name."""
         return arms(self.layers, self.blocks, self.depths, self.repeats)
 
     @property
     def planned(self) -> Mapping[str, tuple[float, ...]]:
-        """Learning rates of each arm that is run."""
         if not self.rerun:
             return dict.fromkeys(self.arms, self.rates)
         return {arm: rates for group in self.rerun for arm, rates in group.items()}

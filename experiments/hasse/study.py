@@ -22,11 +22,7 @@ from experiments.runner.jobs import Job, Plan, choosing_loss, swept
 
 
 def setup(config: Training) -> Setup:
-    """A run for each arm: every rate with the first seed, then the best rate with the others; or what is run again.
-
-    Raises:
-        ValueError: rows that blocks do not divide, or a mask that lets a label leak.
-    """
+    """A run for each arm: every rate with the first seed, then the best rate with the others; or what is run again."""
     if config.length % (2 * max(config.blocks)):
         raise ValueError(f"rows of {config.length} tokens are not a multiple of twice {max(config.blocks)} tokens")
     material = Material.of(config)
@@ -94,11 +90,6 @@ def _counted(of: TaskOf, arm: Arm, config: Training) -> Tensor:
 
 
 def _costs(config: Training, material: Material) -> Mapping[str, object]:
-    """Of a row, by arm.
-
-    Raises:
-        LeakFound: a label can be read by the position that is to predict it.
-    """
     row, costs = list(range(config.length)), dict[str, object]()
     for name in config.planned:
         arm = config.arms[name]

@@ -18,11 +18,7 @@ from experiments.runner.study import read_study
 
 
 def read_curves(folder: Path) -> tuple[Mapping[str, Any], dict[str, Curve]]:
-    """(settings, every arm whose learning rates have all been tried).
-
-    Raises:
-        FileNotFoundError: no study in the folder, or none of its jobs is finished.
-    """
+    """(settings, every arm whose learning rates have all been tried)."""
     about, finished = read_study(folder)
     runs = {Job(**run["job"]): run for run in finished}
     config, curves = about["config"], dict[str, Curve]()
@@ -86,12 +82,10 @@ def at_equal_rates(folder: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def last(run: Record) -> float:
-    """Held-out loss of a run after all steps."""
     return run["measured"][-1]["held_out"]
 
 
 def numbers(values: Sequence[float] | Array) -> list[float]:
-    """Mean, low, high of one value per seed."""
     return student([float(value) for value in values]).numbers
 
 
@@ -204,7 +198,6 @@ def contents(
     equal_rates: Mapping[str, Any],
     texts: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What results.json holds."""
     return {
         "interval": "mean, and 95 % of Student's t over seeds; differences are paired by seed",
         "arms": losses(about, curves),
@@ -221,12 +214,7 @@ def contents(
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or no arm has run with all its learning rates.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.json, results.csv and figure.png, and return the table."""
     about, curves = read_curves(folder)
     if not curves:
         raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
@@ -244,7 +232,6 @@ def summarise(folder: Path, results: Path) -> str:
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """The results in text."""
     lines = [["arm", "rate", "seeds", "depth", "pairs", "held-out loss", "at equal compute", "less causal, there"]]
     for one in content["arms"]:
         cells = [one["arm"], f"{one['rate']:g}", str(len(one["seeds"])), str(one["depth"]), str(one["pairs"])]

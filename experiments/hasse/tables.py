@@ -20,12 +20,6 @@ def after(training: Tensor, held: Tensor, distance: int, vocabulary: int) -> flo
 
     Counts of pairs are smoothed towards the frequencies of tokens.
 
-    Args:
-        training: rows of tokens.
-        held: likewise.
-        distance: at least 1.
-        vocabulary: number of tokens.
-
     Cost: O(n log n) for n training tokens.
     """
     each = shares(training, vocabulary)

@@ -9,11 +9,7 @@ from experiments.runner.figures import canvas, colour, enlarge, label_ends, plot
 
 
 def figure(content: Mapping[str, Any]) -> Any:
-    """Loss over tokens read, and of each way its loss at the end, what it writes, and how fast.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Loss over tokens read, and of each way its loss at the end, what it writes, and how fast."""
     drawn, panels = canvas(15.0, 14.0, 3, 2)
     _curves(panels[0, 0], content)
     bar, lasts = (

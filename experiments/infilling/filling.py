@@ -20,19 +20,10 @@ from experiments.hasse.writing import share, touching
 
 @dataclass(frozen=True)
 class Gaps:
-    """Of every row the same ones.
-
-    Attributes:
-        length: of a row.
-        firsts: where they begin.
-        block: tokens of each.
-        mask_token: id of [MASK].
-    """
-
-    length: int
-    firsts: Sequence[int]
-    block: int
-    mask_token: int
+    length: int  # of a row
+    firsts: Sequence[int]  # where they begin
+    block: int  # tokens of each
+    mask_token: int  # id of [MASK]
 
     @property
     def places(self) -> list[int]:

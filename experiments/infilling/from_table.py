@@ -46,12 +46,10 @@ def fillers_of(results: Path) -> dict[str, Filler]:
 
 
 def recomputed(results: Path) -> dict[str, Any]:
-    """What results.json should hold."""
     return contents(read(results / "study.json"), fillers_of(results))
 
 
 def main() -> None:
-    """Write it anew."""
     results = ROOT / "infilling" / "results"
     content = recomputed(results)
     write(results / "results.json", content)

@@ -14,37 +14,23 @@ from experiments.hasse.settings import small as hasse_small
 
 @dataclass(frozen=True)
 class Way:
-    """Of filling a gap.
-
-    Attributes:
-        arm: whose model does it.
-        per_pass: letters that a pass fills; None for a causal model, which writes on from the left side.
-    """
-
-    arm: str
-    per_pass: int | None
+    arm: str  # whose model does it
+    per_pass: int | None  # letters that a pass fills; None for a causal model, which writes on from the left side
 
 
 @dataclass(frozen=True)
 class Infilling(Training):
-    """What is trained, as in the experiment hasse, with arms of its own. The defaults are the scale "tiny".
+    """What is trained, as in the experiment hasse, with arms of its own. The defaults are the scale "tiny"."""
 
-    Attributes:
-        layers: one number.
-        blocks: one number, the tokens of a gap.
-        agreed: held-out rows whose gaps are compared with the merged task.
-    """
-
-    layers: tuple[int, ...] = (4,)
-    blocks: tuple[int, ...] = (4,)
+    layers: tuple[int, ...] = (4,)  # one number
+    blocks: tuple[int, ...] = (4,)  # one number, the tokens of a gap
     depths: tuple[int, ...] = ()
     repeats: tuple[int, ...] = ()
     measure_every: int = 200
-    agreed: int = 4
+    agreed: int = 4  # held-out rows whose gaps are compared with the merged task
 
     @property
     def block(self) -> int:
-        """Tokens of a gap."""
         return self.blocks[0]
 
     @property
@@ -64,7 +50,6 @@ class Infilling(Training):
 
     @property
     def ways(self) -> dict[str, Way]:
-        """By name."""
         return {
             "causal": Way("causal", None),
             "one shot": Way("one shot", self.block),

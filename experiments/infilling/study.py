@@ -22,12 +22,7 @@ from experiments.runner.jobs import Job, choosing_loss, swept
 
 
 def setup(config: Infilling) -> Setup:
-    """A run for each arm: every rate with the first seed, then the best rate with the others.
-
-    Raises:
-        ValueError: rows that are not three or more gaps long, settings with several gaps or depths of models, or a
-            mask that lets a label leak.
-    """
+    """A run for each arm: every rate with the first seed, then the best rate with the others."""
     if config.length % config.block or config.length < 3 * config.block:
         raise ValueError(f"rows must be at least 3 times {config.block} tokens, and a multiple; got {config.length}")
     if len(config.blocks) != 1 or len(config.layers) != 1:
@@ -84,11 +79,7 @@ def setup(config: Infilling) -> Setup:
 
 
 def _costs(config: Infilling, material: Material) -> Mapping[str, object]:
-    """Of a row, by arm; of one drawn anew each time, of one such.
-
-    Raises:
-        LeakFound: a label can be read by the position that is to predict it.
-    """
+    """Of a row, by arm; of one drawn anew each time, of one such."""
     costs: dict[str, object] = {}
     for name, arm in config.arms.items():
         with torch.random.fork_rng():

@@ -32,19 +32,12 @@ _COMPARED: Final = (
 
 @dataclass(frozen=True)
 class Filler:
-    """One way of filling gaps, at the chosen learning rate of its arm.
+    """One way of filling gaps, at the chosen learning rate of its arm."""
 
-    Attributes:
-        way: its name.
-        arm: whose models fill.
-        rate: chosen on the first seed.
-        runs: finished ones of the arm, by seed.
-    """
-
-    way: str
-    arm: str
-    rate: float
-    runs: Mapping[int, Record]
+    way: str  # its name
+    arm: str  # whose models fill
+    rate: float  # chosen on the first seed
+    runs: Mapping[int, Record]  # finished ones of the arm, by seed
 
     def values(self, what: str) -> Array:
         """[seeds, rows] after all steps."""
@@ -53,7 +46,6 @@ class Filler:
         return np.array([run["ways"][self.way][what] for run in self.runs.values()])
 
     def of_runs(self, what: str) -> list[Any]:
-        """One value for each seed."""
         return [run["ways"][self.way][what] for run in self.runs.values()]
 
     def curve(self) -> dict[int, Array]:
@@ -66,11 +58,7 @@ class Filler:
 
 
 def read_fillers(folder: Path) -> tuple[Mapping[str, Any], dict[str, Filler]]:
-    """(settings, every way whose arm has been trained with all learning rates).
-
-    Raises:
-        FileNotFoundError: no study in the folder, or none of its jobs is finished.
-    """
+    """(settings, every way whose arm has been trained with all learning rates)."""
     about, finished = read_study(folder)
     runs = {Job(**run["job"]): run for run in finished}
     config, found = about["config"], dict[str, Filler]()
@@ -120,7 +108,6 @@ def rows_of(about: Mapping[str, Any], fillers: Mapping[str, Filler]) -> list[dic
 
 
 def contents(about: Mapping[str, Any], fillers: Mapping[str, Filler]) -> dict[str, Any]:
-    """What results.json holds."""
     config, table_rows = about["config"], about["table"]
     tokens = config["batch_size"] * config["parts"] * config["length"]  # of a step
     of_table = {what: interval(np.array([table_rows[what]])).numbers for what in _OF_ROWS}
@@ -145,12 +132,7 @@ def contents(about: Mapping[str, Any], fillers: Mapping[str, Filler]) -> dict[st
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or no arm has run with all its learning rates.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.json, results.csv and figure.png, and return the table."""
     about, fillers = read_fillers(folder)
     if not fillers:
         raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
@@ -181,7 +163,6 @@ def _lines(one: Filler) -> list[list[object]]:
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """The results in text."""
     lines = [["way", "rate", "seeds", "passes", "held-out loss", "right", "whole", "real words", "letters/s", "differ"]]
     for one in content["ways"]:
         cells = [one["way"], f"{one['rate']:g}", str(len(one["seeds"])), str(one["passes"])]

@@ -20,12 +20,6 @@ def between(gaps: Gaps, training: Tensor, held: Tensor, vocabulary: int) -> tupl
     Each token alone, given the last token before the gap and the first one after it; counts are smoothed towards those
     given the nearer of the two, and these towards the shares of tokens.
 
-    Args:
-        gaps: of each held-out row.
-        training: rows of tokens.
-        held: likewise.
-        vocabulary: number of tokens.
-
     Cost: O(n log n) for n training tokens, and the vocabulary for each pair of neighbours that the gaps have.
     """
     width, firsts = gaps.block + 1, np.array(gaps.firsts)

@@ -33,29 +33,18 @@ METHODS: Final = ("effect", "norm", "random")
 
 @dataclass(frozen=True)
 class Ablation:
-    """One experiment. The defaults are the scale "tiny", minutes of one CPU core.
+    """One experiment. The defaults are the scale "tiny", minutes of one CPU core."""
 
-    Attributes:
-        model: as `af.models.load_model` takes it.
-        dtype: of the model.
-        facts: at most so many of each relation.
-        others: other facts of the relation that are asked for.
-        ablated: how many entries are ablated.
-        edited: how many entries are edited.
-        margin: by how many logits an edit shall put the other answer above the true one, by its direct effect alone.
-        text_tokens: of the unrelated text.
-        seed: of the random entries.
-    """
-
-    model: str = "smollm2-135m"
-    dtype: str = "bfloat16"
-    facts: int = 6
-    others: int = 4
-    ablated: tuple[int, ...] = (1, 4, 16, 64)
-    edited: tuple[int, ...] = (16,)
+    model: str = "smollm2-135m"  # as `af.models.load_model` takes it
+    dtype: str = "bfloat16"  # of the model
+    facts: int = 6  # at most so many of each relation
+    others: int = 4  # other facts of the relation that are asked for
+    ablated: tuple[int, ...] = (1, 4, 16, 64)  # how many entries are ablated
+    edited: tuple[int, ...] = (16,)  # how many entries are edited
+    # by how many logits an edit shall put the other answer above the true one, by its direct effect alone
     margin: float = 5.0
-    text_tokens: int = 128
-    seed: int = 0
+    text_tokens: int = 128  # of the unrelated text
+    seed: int = 0  # of the random entries
 
 
 def tiny() -> Ablation:
@@ -77,15 +66,10 @@ def paper() -> Ablation:
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """Entries in order of choice, with what an edit needs to know of them.
+    """Entries in order of choice, with what an edit needs to know of them."""
 
-    Attributes:
-        ids: of entries.
-        weights: of them at the last token of the prompt.
-    """
-
-    ids: Tensor
-    weights: Tensor
+    ids: Tensor  # of entries
+    weights: Tensor  # of them at the last token of the prompt
 
 
 def run_fact(model: nn.Module, tokenizer: Any, fact: Fact, config: Ablation, others: Sequence[Fact]) -> dict[str, Any]:

@@ -14,34 +14,19 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Relation:
-    """Facts of one kind.
-
-    Attributes:
-        prompt: what is asked, with a place for the subject; the answer is the next token.
-        paraphrases: other wordings.
-        answers: subject -> answer, one token with a space before it.
-    """
-
-    prompt: str
-    paraphrases: tuple[str, ...]
-    answers: Mapping[str, str]
+    prompt: str  # what is asked, with a place for the subject; the answer is the next token
+    paraphrases: tuple[str, ...]  # other wordings
+    answers: Mapping[str, str]  # subject -> answer, one token with a space before it
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact and the other answer that an edit shall give it.
+    """One fact and the other answer that an edit shall give it."""
 
-    Attributes:
-        relation: name of its relation.
-        subject: what it is about.
-        answer: what is true.
-        other: what an edit makes of it, the answer of the known fact before it in the relation with another answer.
-    """
-
-    relation: str
-    subject: str
-    answer: str
-    other: str
+    relation: str  # name of its relation
+    subject: str  # what it is about
+    answer: str  # what is true
+    other: str  # what an edit makes of it, the answer of the known fact before it in the relation with another answer
 
 
 RELATIONS: Final[Mapping[str, Relation]] = MappingProxyType(
@@ -83,11 +68,6 @@ RELATIONS: Final[Mapping[str, Relation]] = MappingProxyType(
 
 
 def token_of(tokenizer: Any, answer: str) -> int:
-    """The one token of an answer.
-
-    Raises:
-        ValueError: it is not one token.
-    """
     ids = cast("list[int]", tokenizer(f" {answer}", add_special_tokens=False)["input_ids"])
     if len(ids) != 1:
         raise ValueError(f"an answer must be one token, {answer!r} is {len(ids)}")

@@ -14,7 +14,6 @@ from experiments.runner.files import read
 
 
 def miniature(config: Ablation) -> Ablation:
-    """Few entries of few facts."""
     return replace(config, dtype="float32", facts=1, others=2, ablated=(1, 4), edited=(4,), text_tokens=16)
 
 

@@ -38,28 +38,17 @@ _SHARES: Final = ("_kept", "_changed", "_leaked")  # ends of the names of shares
 
 @dataclass(frozen=True)
 class Outcome:
-    """One change of the model, over all facts.
-
-    Attributes:
-        change: "before", "ablated" or "edited".
-        method: how entries were chosen; "" before.
-        entries: how many.
-        facts: how many facts.
-        quantities: what was measured, with a 95 % interval over facts. The first four are changes, in nats, of the
-            log-probability of the answer (to the fact, its paraphrases, other facts) and of the loss on unrelated text;
-            the others are shares of prompts whose most likely answer is the true one ("kept") or the other one
-            ("changed", "leaked").
-    """
-
-    change: str
-    method: str
-    entries: int
-    facts: int
+    change: str  # "before", "ablated" or "edited"
+    method: str  # how entries were chosen; "" before
+    entries: int  # how many
+    facts: int  # how many facts
+    # what was measured, with a 95 % interval over facts. The first four are changes, in nats, of the log-probability of
+    # the answer (to the fact, its paraphrases, other facts) and of the loss on unrelated text; the others are shares of
+    # prompts whose most likely answer is the true one ("kept") or the other one ("changed", "leaked").
     quantities: Mapping[str, Interval]
 
 
 def outcomes(runs: Sequence[Measured]) -> list[Outcome]:
-    """Every change with its intervals over facts."""
     found = [_outcome("before", "", 0, [(run["before"], run["before"]) for run in runs])]
     for change in ("ablated", "edited"):
         for method in METHODS:
@@ -95,11 +84,7 @@ def share(values: Sequence[float]) -> Interval:
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and effect.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or no fact has been finished.
-    """
+    """Write results.json, results.csv and effect.png, and return the table."""
     about, runs = read_study(folder)
     found = outcomes(runs)
     content = {
@@ -121,7 +106,6 @@ def summarise(folder: Path, results: Path) -> str:
 
 
 def table(found: Sequence[Outcome]) -> str:
-    """The outcomes in text."""
     head = ["change", "entries", "fact", "paraphrases", "other facts", "text", "kept", "changed", "leaked"]
     lines = [head]
     for one in found:
@@ -140,11 +124,7 @@ def table(found: Sequence[Outcome]) -> str:
 
 
 def figure(found: Sequence[Outcome]) -> Any:
-    """Ablation: change against the number of entries, for the fact, paraphrases, other facts and text; and the edits.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Ablation: change against the number of entries, for the fact, paraphrases, other facts, text; and the edits."""
     drawn, panels = canvas(12.5, 6.2, 2, 4)
     titles = {"fact": "the fact", "paraphrases": "paraphrases", "other_facts": "other facts", "text": "unrelated text"}
     for axes, (name, title) in zip(panels[0], titles.items(), strict=True):

@@ -26,35 +26,25 @@ AGAIN: Final = "best grown again"  # the decisive arm alone, with seeds that no 
 
 @dataclass(frozen=True)
 class Answers:
-    """What is trained and asked. The defaults are the scale "tiny".
+    """What is trained and asked. The defaults are the scale "tiny"."""
 
-    Attributes:
-        training: of all arms, without their differences.
-        first_facts: in the first pools of a curriculum.
-        best: entries that are read, where not all are.
-        sizes: facts in the pools that are asked about after training.
-        asked: facts that are asked for, of each size; a quarter as many questions are about facts that are not there.
-        seeds: of initialisation and of all that is drawn.
-        rates: learning rates; the first seed chooses for each arm.
-        new_seeds: of the decisive arm alone, at `new_rate`, which an earlier study had chosen.
-        new_rate: learning rate of these runs.
-        measure_every: steps.
-    """
-
+    # of all arms, without their differences
     training: FactTraining = field(
         default_factory=lambda: FactTraining(
             base_entries=4, steps=2000, facts=64, questions=32, contexts=0, retrieval=0.0, nearest=0.0
         )
     )
-    first_facts: int = 4
-    best: int = 8
-    sizes: tuple[int, ...] = (4, 16, 64, 256, 1024)
+    first_facts: int = 4  # in the first pools of a curriculum
+    best: int = 8  # entries that are read, where not all are
+    sizes: tuple[int, ...] = (4, 16, 64, 256, 1024)  # facts in the pools that are asked about after training
+    # facts that are asked for, of each size; a quarter as many questions are about facts that are not there
     asked: int = 128
-    seeds: tuple[int, ...] = (0, 1, 2)
-    rates: tuple[float, ...] = (1e-3, 3e-3)
+    seeds: tuple[int, ...] = (0, 1, 2)  # of initialisation and of all that is drawn
+    rates: tuple[float, ...] = (1e-3, 3e-3)  # learning rates; the first seed chooses for each arm
+    # of the decisive arm alone, at `new_rate`, which an earlier study had chosen
     new_seeds: tuple[int, ...] = tuple(range(8, 20))
-    new_rate: float = 3e-3
-    measure_every: int = 200
+    new_rate: float = 3e-3  # learning rate of these runs
+    measure_every: int = 200  # steps
 
     @property
     def arms(self) -> dict[str, FactTraining]:
@@ -112,17 +102,11 @@ def miniature(config: Answers) -> Answers:
 
 @dataclass(frozen=True)
 class Said:
-    """Answers of a model about a pool of facts.
+    """Answers of a model about a pool of facts."""
 
-    Attributes:
-        right: to questions about facts of the pool, 0 or 1 each: right to the word.
-        unknown: to questions about facts that are not in it, most of them near misses: "unknown" or not.
-        moved: to the first questions again, with the values moved on by one entry: right nonetheless.
-    """
-
-    right: tuple[int, ...]
-    unknown: tuple[int, ...]
-    moved: tuple[int, ...]
+    right: tuple[int, ...]  # to questions about facts of the pool, 0 or 1 each: right to the word
+    unknown: tuple[int, ...]  # to questions about facts that are not in it, most of them near misses: "unknown" or not
+    moved: tuple[int, ...]  # to the first questions again, with the values moved on by one entry: right nonetheless
 
 
 @torch.no_grad()

@@ -22,25 +22,15 @@ KINDS: Final = ("right", "unknown", "moved")
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm at its chosen learning rate.
-
-    Attributes:
-        name: of it.
-        rate: chosen on the first seed; of the decisive arm with new seeds, set in advance.
-        runs: finished ones, by seed.
-    """
-
-    name: str
-    rate: float
-    runs: Mapping[int, Record]
+    name: str  # of it
+    rate: float  # chosen on the first seed; of the decisive arm with new seeds, set in advance
+    runs: Mapping[int, Record]  # finished ones, by seed
 
     def share(self, size: str, kind: str) -> list[float]:
-        """Mean, low, high over seeds."""
         answers = [run["told"][size][kind] for run in self.runs.values()]
         return interval(np.array(answers, dtype=np.float64)).numbers
 
     def by_seed(self, size: str) -> dict[str, float]:
-        """Share of right answers of each run."""
         return {str(seed): float(np.mean(run["told"][size]["right"])) for seed, run in self.runs.items()}
 
     def curve(self, kind: str) -> list[list[float]]:
@@ -53,11 +43,7 @@ class Arm:
 
 
 def read_arms(folder: Path) -> tuple[Mapping[str, Any], list[Arm]]:
-    """(settings, every arm whose learning rates have all been tried).
-
-    Raises:
-        FileNotFoundError: no study in the folder, or no arm has been tried with all its rates.
-    """
+    """(settings, every arm whose learning rates have all been tried)."""
     about, finished = read_study(folder)
     runs, config, found = {Job(**run["job"]): run for run in finished}, about["config"], list[Arm]()
     new = {cast(int, job.seed): run for job, run in runs.items() if job.arm == AGAIN}
@@ -73,12 +59,7 @@ def read_arms(folder: Path) -> tuple[Mapping[str, Any], list[Arm]]:
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or no arm has run with all its learning rates.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.json, results.csv and figure.png, and return the table."""
     about, arms = read_arms(folder)
     sizes, pool = [str(size) for size in about["config"]["sizes"]], about["config"]["training"]["facts"]
     rows: list[dict[str, Any]] = [
@@ -111,11 +92,7 @@ def summarise(folder: Path, results: Path) -> str:
 
 
 def figure(content: Mapping[str, Any]) -> Any:
-    """Right answers over training; and by the facts of a pool, right ones and "unknown" where it is right.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Right answers over training; and by the facts of a pool, right ones and "unknown" where it is right."""
     drawn, panels = canvas(20.0, 7.0, 1, 3)
     repeated = any(one["arm"] == AGAIN for one in content["arms"])  # then its runs stand for the arm
     shown = [one for one in content["arms"] if not (repeated and one["arm"] == DECISIVE)]
@@ -142,7 +119,6 @@ def figure(content: Mapping[str, Any]) -> Any:
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """The results in text."""
     sizes = list(content["arms"][0]["sizes"])
     head = ["trained", "rate", "seeds", *(f"right of {size}" for size in sizes), "unknown", "values moved"]
     lines = [head]

@@ -20,27 +20,19 @@ from experiments.runner.statistics import said
 
 @dataclass(frozen=True)
 class Grid:
-    """What is trained. The defaults are the scale "tiny".
+    """What is trained. The defaults are the scale "tiny"."""
 
-    Attributes:
-        schedule: what is read, and how long.
-        widths: of the models, in ascending order.
-        entries: of their bases, in ascending order.
-        layers: of all models.
-        seeds: of initialisation and data.
-    """
-
+    # what is read, and how long
     schedule: Schedule = field(
         default_factory=lambda: Schedule(rates=(3e-3, 6e-3), steps=600, measure_every=100, save_every=200)
     )
-    widths: tuple[int, ...] = (32, 64, 96)
-    entries: tuple[int, ...] = (128, 512, 2048)
-    layers: int = 4
-    seeds: tuple[int, ...] = (0, 1, 2)
+    widths: tuple[int, ...] = (32, 64, 96)  # of the models, in ascending order
+    entries: tuple[int, ...] = (128, 512, 2048)  # of their bases, in ascending order
+    layers: int = 4  # of all models
+    seeds: tuple[int, ...] = (0, 1, 2)  # of initialisation and data
 
     @property
     def arms(self) -> dict[str, Arm]:
-        """By name."""
         return {
             name(width, count): Arm("shared", width, self.layers, count)
             for width in self.widths

@@ -56,12 +56,7 @@ def gains(curves: Mapping[str, Curve], widths: Sequence[int], entries: Sequence[
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or an arm has not run with all its learning rates.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.json, results.csv and figure.png, and return the table."""
     about, curves = read_curves(folder)
     widths, entries = about["config"]["widths"], about["config"]["entries"]
     lacking = [name(width, count) for width in widths for count in entries if name(width, count) not in curves]
@@ -81,11 +76,7 @@ def summarise(folder: Path, results: Path) -> str:
 
 
 def figure(content: Mapping[str, Any]) -> Any:
-    """Loss by entries, and by parameters of the whole model, a curve for each width.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Loss by entries, and by parameters of the whole model, a curve for each width."""
     drawn, panels = canvas(15.0, 6.5, 1, 2)
     rows = {one["arm"]: one for one in content["arms"]}
     titles = {"entries": "entries of the store", "parameters": "parameters, the store's among them"}
@@ -115,7 +106,6 @@ def figure(content: Mapping[str, Any]) -> Any:
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """The results in text."""
     lines = [["arm", "rate", "seeds", "parameters", "multiply-adds", "held-out loss", "active"]]
     for one in content["arms"]:
         active = sum(one["active"]) / len(one["active"])

@@ -26,31 +26,19 @@ _SHARED: Final = (
 
 @dataclass(frozen=True)
 class Arm:
-    """One model.
-
-    Attributes:
-        kind: what stands between self-attentions: entries that all layers share, or neurons of each layer, of equal
-            parameters in all or of equal multiply-adds per token.
-        width: d; of keys and entries, too (knowledge, sec. 6.3: d_E = d).
-        layers: of the model.
-        entries: of the base; of a twin, of the base that it is compared with.
-        gated: SiLU and two keys for each entry, or ReLU and one.
-        softmax: weights of entries are a softmax of their scores, as in ordinary attention (eq. 6).
-        thresholds: whether there is B1, a network for each layer (eq. 8).
-        bias: whether there is b2 (eq. 9).
-        common: whether all layers read the entries by the same W_K, W_V and B1, with a W_Q of their own each.
-        larger: whether such a base has so many more entries that parameters are equal to those with layers' own.
-    """
-
+    # what stands between self-attentions: entries that all layers share, or neurons of each layer, of equal parameters
+    # in all or of equal multiply-adds per token
     kind: Kind
-    width: int
-    layers: int
-    entries: int
-    gated: bool = False
-    softmax: bool = False
-    thresholds: bool = True
-    bias: bool = True
+    width: int  # d; of keys and entries, too (knowledge, sec. 6.3: d_E = d).
+    layers: int  # of the model
+    entries: int  # of the base; of a twin, of the base that it is compared with
+    gated: bool = False  # SiLU and two keys for each entry, or ReLU and one
+    softmax: bool = False  # weights of entries are a softmax of their scores, as in ordinary attention (eq. 6).
+    thresholds: bool = True  # whether there is B1, a network for each layer (eq. 8).
+    bias: bool = True  # whether there is b2 (eq. 9).
+    # whether all layers read the entries by the same W_K, W_V and B1, with a W_Q of their own each
     common: bool = False
+    # whether such a base has so many more entries that parameters are equal to those with layers' own
     larger: bool = False
 
     @property
@@ -60,7 +48,6 @@ class Arm:
 
     @property
     def rows(self) -> int:
-        """Entries of the base."""
         saved = (self.layers - 1) * ((2 * self.width + HIDDEN) * self.width + 2 * HIDDEN + 1)
         return self.entries + round(saved / self.width) * self.larger
 
@@ -88,7 +75,6 @@ class Arm:
         return self.layers * (projections + (keys + 1) * self.rows * self.width)
 
     def neurons(self, vocabulary: int, length: int) -> int:
-        """In each layer of a twin."""
         if self.kind == "equal parameters":
             twin: Any = feed_forward_twin(self.modular(vocabulary, length))
             return twin.intermediate_size

@@ -19,27 +19,17 @@ MARGIN: Final = 0.02  # nats per token: the smallest difference of interest
 
 @dataclass(frozen=True)
 class Twins:
-    """What is trained. The defaults are the scale "tiny".
+    """What is trained. The defaults are the scale "tiny"."""
 
-    Attributes:
-        schedule: what is read, and how long.
-        width: of the models.
-        layers: of the models.
-        entries: of the bases.
-        seeds: of initialisation and data.
-        forms: whether forms of the shared model are compared (knowledge, sec. 3.1 and 4) in place of twins.
-    """
-
-    schedule: Schedule = field(default_factory=Schedule)
-    width: int = 64
-    layers: int = 4
-    entries: int = 512
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
-    forms: bool = False
+    schedule: Schedule = field(default_factory=Schedule)  # what is read, and how long
+    width: int = 64  # of the models
+    layers: int = 4  # of the models
+    entries: int = 512  # of the bases
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)  # of initialisation and data
+    forms: bool = False  # whether forms of the shared model are compared (knowledge, sec. 3.1 and 4) in place of twins.
 
     @property
     def arms(self) -> dict[str, Arm]:
-        """By name."""
         size = (self.width, self.layers, self.entries)
         if not self.forms:
             twins = {kind: Arm(kind, *size) for kind in KINDS}

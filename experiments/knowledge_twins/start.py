@@ -23,11 +23,6 @@ def match(model: Any, neurons: int, seed: int) -> None:
     self-attentions, two matrices of each layer are multiplied by a number. W_Q (or W_1): such that scores of normed
     tokens have the standard deviation r sqrt(d). W_V (or W_2): such that outputs have the root mean square of those of
     an ordinary layer with matrices N(0, r) and so many neurons.
-
-    Args:
-        model: with a base, or a twin.
-        neurons: of a layer of the twin with equal parameters.
-        seed: of what all arms share.
     """
     for name, tensor in model.named_parameters():
         if tensor.ndim > 1 and not any(part in name for part in BETWEEN):

@@ -27,41 +27,23 @@ _END: Final = 0.1  # of the peak rate
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is read, and how long.
-
-    Attributes:
-        text: "shakespeare", or a data set of the hub, which is streamed.
-        tokenizer: how many word pieces are learned from Shakespeare (259: the bytes), or the name of one of the hub.
-        rows: of a data set, for training; those of Shakespeare are what they are.
-        held_out: rows for the results.
-        length: tokens of a row.
-        read: entries per token that models with a base read after training, beside all of them.
-        rates: learning rates.
-        choosing: how many seeds choose one of them for each arm.
-        steps: of the optimiser.
-        warmup: steps; the rate then falls as a cosine to a tenth.
-        batch_size: rows of a forward pass.
-        parts: forward passes of a step.
-        decay: of matrices.
-        measure_every: steps.
-        save_every: steps.
-    """
-
-    text: str = "shakespeare"
+    text: str = "shakespeare"  # "shakespeare", or a data set of the hub, which is streamed
+    # how many word pieces are learned from Shakespeare (259: the bytes), or the name of one of the hub
     tokenizer: int | str = 259
-    rows: int = 0
-    held_out: int = 64
-    length: int = 64
+    rows: int = 0  # of a data set, for training; those of Shakespeare are what they are
+    held_out: int = 64  # rows for the results
+    length: int = 64  # tokens of a row
+    # entries per token that models with a base read after training, beside all of them
     read: tuple[int, ...] = (8, 32, 128)
-    rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
-    choosing: int = 2
-    steps: int = 2400
-    warmup: int = 50
-    batch_size: int = 8
-    parts: int = 1
-    decay: float = 0.01
-    measure_every: int = 200
-    save_every: int = 400
+    rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)  # learning rates
+    choosing: int = 2  # how many seeds choose one of them for each arm
+    steps: int = 2400  # of the optimiser
+    warmup: int = 50  # steps; the rate then falls as a cosine to a tenth
+    batch_size: int = 8  # rows of a forward pass
+    parts: int = 1  # forward passes of a step
+    decay: float = 0.01  # of matrices
+    measure_every: int = 200  # steps
+    save_every: int = 400  # steps
 
 
 def setup(plan: Schedule, arms: Mapping[str, Arm], seeds: Sequence[int]) -> Setup:
@@ -119,7 +101,6 @@ def token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out(model: nn.Module, tokens: Tensor) -> float:
-    """The same over any number of rows."""
     parts = tokens.split(_EVALUATED)
     return sum(float(token_loss(model, some)) * len(some) for some in parts) / len(tokens)
 

@@ -31,23 +31,12 @@ PAIRS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {  # by claim: with a 
 
 @dataclass(frozen=True)
 class Curve:
-    """One arm at its chosen learning rate.
-
-    Attributes:
-        arm: its name.
-        rate: chosen by the first seeds.
-        tried: rates that were tried.
-        runs: finished ones, by seed.
-        steps: of the measurements.
-        held_out: nats per token, [seeds, steps].
-    """
-
-    arm: str
-    rate: float
-    tried: tuple[float, ...]
-    runs: Mapping[int, Record]
-    steps: tuple[int, ...]
-    held_out: Array
+    arm: str  # its name
+    rate: float  # chosen by the first seeds
+    tried: tuple[float, ...]  # rates that were tried
+    runs: Mapping[int, Record]  # finished ones, by seed
+    steps: tuple[int, ...]  # of the measurements
+    held_out: Array  # nats per token, [seeds, steps]
 
     def less(self, other: Curve) -> list[float]:
         """Loss at the end less that of another arm, on the seeds that both have."""
@@ -56,11 +45,7 @@ class Curve:
 
 
 def read_curves(folder: Path) -> tuple[Mapping[str, Any], dict[str, Curve]]:
-    """(settings, every arm whose learning rates have all been tried).
-
-    Raises:
-        FileNotFoundError: no study in the folder, or no arm has been tried with all its rates.
-    """
+    """(settings, every arm whose learning rates have all been tried)."""
     about, finished = read_study(folder)
     runs, config = {Job(**run["job"]): run for run in finished}, about["config"]
     plan, curves = config["schedule"], dict[str, Curve]()
@@ -106,12 +91,7 @@ def differences(curves: Mapping[str, Curve], pairs: Sequence[tuple[str, str]]) -
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or no arm has run with all its learning rates.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.json, results.csv and figure.png, and return the table."""
     about, curves = read_curves(folder)
     forms = about["config"]["forms"]
     twins = [(f"{form}shared", f"{form}{kind}") for form in ("", _GATED) for kind in KINDS[1:]]
@@ -129,7 +109,6 @@ def summarise(folder: Path, results: Path) -> str:
 
 
 def write_curves(path: Path, curves: Mapping[str, Curve]) -> None:
-    """All measurements as CSV."""
     rows = [
         [arm, f"{one.rate:g}", seed, step, f"{loss:.6f}"]
         for arm, one in curves.items()
@@ -140,11 +119,7 @@ def write_curves(path: Path, curves: Mapping[str, Curve]) -> None:
 
 
 def figure(content: Mapping[str, Any], curves: Mapping[str, Curve]) -> Any:
-    """Loss over steps, ungated and gated; differences to the twins; loss by how many entries are read.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Loss over steps, ungated and gated; differences to the twins; loss by how many entries are read."""
     drawn, panels = canvas(15.0, 11.0, 2, 2)
     for axes, form, title in zip(panels[0], ("", _GATED), ("ReLU", "gated SiLU"), strict=True):
         shown = {name: one for name, one in curves.items() if name.startswith(_GATED) == bool(form)}
@@ -182,11 +157,7 @@ def _differences(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def figure_of_forms(content: Mapping[str, Any]) -> Any:
-    """Held-out loss of each form of the shared model, and what each part changes.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Held-out loss of each form of the shared model, and what each part changes."""
     drawn, panels = canvas(15.0, 5.5, 1, 2)
     losses, rows = panels
     losses.set(title="held-out loss, nats per token", xlabel="nats per token")
@@ -217,7 +188,6 @@ def _read(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """The results in text."""
     lines = [["arm", "rate", "seeds", "parameters", "of these between", "multiply-adds", "held-out loss"]]
     for one in content["arms"]:
         numbers = [f"{one[name]:,}" for name in ("parameters", "between", "operations")]

@@ -41,7 +41,6 @@ class FeedForward(nn.Module):
         self.into, self.out = nn.Linear(WIDTH, units), nn.Linear(units, WIDTH, bias=False)
 
     def forward(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        """What is added to the hidden states."""
         return self.out(functional.gelu(self.into(hidden)))
 
 
@@ -114,7 +113,6 @@ class Ladder(nn.Module):
 
     @property
     def added(self) -> int:
-        """Parameters of the arm."""
         return sum(p.numel() for part in (self.more, self.bias) if part is not None for p in part.parameters())
 
     def forward(
@@ -139,6 +137,5 @@ class Ladder(nn.Module):
         return (state + self.after(state) + more) @ self.label.weight.T, weights[:, 0]
 
     def loss(self, problems: Problems) -> Float[Tensor, ""]:
-        """Cross-entropy of the right labels."""
         logits, _ = self(problems.query, problems.numbers, problems.labels)
         return functional.cross_entropy(logits, problems.answers)

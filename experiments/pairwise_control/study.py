@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,31 +22,16 @@ _CHOOSING, _TEST = 1_000_000, 2_000_000  # seeds of problems: those of training 
 
 @dataclass(frozen=True)
 class Control:
-    """What is trained. The defaults are the scale "tiny".
+    """What is trained. The defaults are the scale "tiny"."""
 
-    Attributes:
-        task: what is learned.
-        rungs: of the ladder.
-        arms: at each of them.
-        rates: peak learning rates, all of which every arm has with every seed.
-        seeds: of initial weights and of problems.
-        steps: of the optimiser.
-        batch_size: new problems a step.
-        tested: problems for the results, and as many for choosing the rate.
-    """
-
-    task: Task = field(default_factory=Task)
-    rungs: tuple[Rung, ...] = RUNGS
-    arms: tuple[Arm, ...] = ARMS
-    rates: tuple[float, ...] = (3e-3, 1e-2, 3e-2)
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    steps: int = 1000
-    batch_size: int = 64
-    tested: int = 4096
-
-    def to_dict(self) -> dict[str, object]:
-        """As JSON holds it."""
-        return asdict(self)
+    task: Task = field(default_factory=Task)  # what is learned
+    rungs: tuple[Rung, ...] = RUNGS  # of the ladder
+    arms: tuple[Arm, ...] = ARMS  # at each of them
+    rates: tuple[float, ...] = (3e-3, 1e-2, 3e-2)  # peak learning rates, all of which every arm has with every seed
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # of initial weights and of problems
+    steps: int = 1000  # of the optimiser
+    batch_size: int = 64  # new problems a step
+    tested: int = 4096  # problems for the results, and as many for choosing the rate
 
 
 def miniature(config: Control) -> Control:

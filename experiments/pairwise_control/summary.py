@@ -27,12 +27,7 @@ _SHOWN: Final = {  # what stands before attention
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.csv, results.json and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or no seed of it has run with every arm and rate.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.csv, results.json and figure.png, and return the table."""
     settings, records = read_study(folder)
     runs = {Job(**run["job"]): run for run in records}
     config: dict[str, Any] = {**settings["config"], "seeds": _complete(settings["config"], runs)}
@@ -132,11 +127,7 @@ def _printed(content: Mapping[str, Any]) -> str:
 
 
 def figure(content: Mapping[str, Any]) -> Any:
-    """Accuracy by rung and arm with 95 % intervals; lines at what two forms of score can reach without a network.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Accuracy by rung and arm with 95 % intervals; lines at what two forms of score can reach without a network."""
     rungs = list(dict.fromkeys(row["rung"] for row in content["rows"]))
     arms = list(dict.fromkeys(row["arm"] for row in content["rows"]))
     drawn, panels = canvas(12.5, 5.6, 1, 1)

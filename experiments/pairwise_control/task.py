@@ -11,21 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Problems:
-    """Problems whose first candidate is the right one; models see no order, so that its place tells them nothing.
+    """Problems whose first candidate is the right one; models see no order, so that its place tells them nothing."""
 
-    Attributes:
-        query: number of the query.
-        numbers: of the candidates.
-        labels: of the candidates, all different.
-    """
-
-    query: Int[Tensor, "batch"]
-    numbers: Int[Tensor, "batch candidates"]
-    labels: Int[Tensor, "batch candidates"]
+    query: Int[Tensor, "batch"]  # number of the query
+    numbers: Int[Tensor, "batch candidates"]  # of the candidates
+    labels: Int[Tensor, "batch candidates"]  # of the candidates, all different
 
     @property
     def answers(self) -> Int[Tensor, "batch"]:
-        """Label of the right candidate."""
         return self.labels[:, 0]
 
 
@@ -36,41 +29,30 @@ class Task:
     The query's number is drawn from -reach to reach, a range wider than twice the distance. The right candidate lies
     above or below it with equal chances. The others are drawn, independently, from all numbers whose distance from the
     query differs from `distance` by `margin` at least.
-
-    Attributes:
-        candidates: of a problem, and labels.
-        distance: c, between the query and the right candidate.
-        reach: largest number of a query; reach + distance is the largest one of a candidate.
-        margin: by how much a wrong candidate's distance differs from c, at least.
     """
 
-    candidates: int = 12
-    distance: int = 6
-    reach: int = 7
-    margin: int = 3
+    candidates: int = 12  # of a problem, and labels
+    distance: int = 6  # c, between the query and the right candidate
+    reach: int = 7  # largest number of a query; reach + distance is the largest one of a candidate
+    margin: int = 3  # by how much a wrong candidate's distance differs from c, at least
 
     @property
     def largest(self) -> int:
-        """Number of a candidate."""
         return self.reach + self.distance
 
     @property
     def queries(self) -> Int[Tensor, "queries"]:
-        """All numbers that a query may have."""
         return torch.arange(-self.reach, self.reach + 1)
 
     @property
     def numbers(self) -> Int[Tensor, "numbers"]:
-        """All numbers that a candidate may have."""
         return torch.arange(-self.largest, self.largest + 1)
 
     def wrong(self, query: Int[Tensor, "batch"]) -> Bool[Tensor, "batch numbers"]:
-        """Which numbers a wrong candidate may have."""
         away = (self.numbers - query[:, None]).abs() - self.distance
         return away.abs() >= self.margin
 
     def draw(self, count: int, generator: torch.Generator | None = None) -> Problems:
-        """Problems, from a generator or from torch's own."""
         query = torch.randint(-self.reach, self.reach + 1, (count,), generator=generator)
         side = 2 * torch.randint(2, (count,), generator=generator) - 1
         chances = self.wrong(query).float()

@@ -27,19 +27,10 @@ While = Callable[[Sequence[str]], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Said:
-    """Answers to some prompts.
-
-    Attributes:
-        texts: the first line of each, without spaces around it.
-        first: the first token of each.
-        read: of a model with readers, the weight that lies on entries at the end of each prompt.
-        entries: and the id of the entry that has most of it.
-    """
-
-    texts: list[str]
-    first: list[int]
-    read: list[float]
-    entries: list[int]
+    texts: list[str]  # the first line of each, without spaces around it
+    first: list[int]  # the first token of each
+    read: list[float]  # of a model with readers, the weight that lies on entries at the end of each prompt
+    entries: list[int]  # and the id of the entry that has most of it
 
 
 @torch.no_grad()

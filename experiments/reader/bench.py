@@ -46,7 +46,6 @@ class Bench:
 
     @cached_property
     def encoder(self) -> Halves:
-        """Of keys and values."""
         return Halves(self.config.encoder)
 
     @cached_property
@@ -58,13 +57,11 @@ class Bench:
 
     @cached_property
     def world(self) -> World:
-        """The facts of the seed."""
         keys = (one.text.partition(SEPARATOR)[0] for one in self.practised.records)
         return World(self.seed, self.config.group, max(self.config.sizes), self.practised.words, keys)
 
     @cached_property
     def known(self) -> list[Fact]:
-        """Facts that the model knows before all else."""
         return known_facts(self.model, self.tokenizer, OTHER)
 
     @cached_property
@@ -134,7 +131,6 @@ class Bench:
         }  # fmt: skip
 
     def size_of_reader(self) -> int:
-        """Parameters of all readers."""
         with self.embedded.store(OWN) as store, attach(self.loaded, store) as handle:
             readers = cast("list[nn.Module]", handle.readers)
             return sum(one.numel() for reader in readers for one in reader.parameters())

@@ -12,6 +12,7 @@ from attnflow.knowledge.editing.edit import Edited, edited_layers, value_changes
 from attnflow.knowledge.editing.edit_targets import Method, leads_of, places_of, read_moments, targets
 from attnflow.knowledge.editing.facts import Fact
 from attnflow.models import sample_text
+from attnflow.models.subject import Subject
 from experiments.reader.asking import said, scored
 from experiments.reader.bench import Bench
 from experiments.reader.world import KINDS, WORDINGS, Asked
@@ -23,20 +24,20 @@ _LEADS: Final = 3
 def edited(bench: Bench, progress: Progress) -> list[dict[str, object]]:
     """A few facts edited together, by all entries of three layers, and by rank one a fact in one layer (ROME's way)."""
     model = cast(nn.Module, from_ffn(cast(Any, bench.model))).cpu().eval()
-    tokenizer, asked = bench.tokenizer, _some(bench)
+    subject, asked = Subject(model, bench.tokenizer), _some(bench)
     facts = [Fact(one.prompt, str(one.item.after), one.item.subject) for one in asked if one.wording == WORDINGS[0]]
     _ = bench.known, bench.text  # of the model as it is
     layers = edited_layers(model)
-    moments = read_moments(model, layers, tokenizer, sample_text(), bench.config.moment_tokens)
+    moments = read_moments(subject, layers, sample_text(), bench.config.moment_tokens)
     ways = list[dict[str, object]]()
-    with edit(model, facts, text=moments, tokenizer=tokenizer, progress=progress):
+    with edit(model, facts, text=moments, tokenizer=bench.tokenizer, progress=progress):
         ways.append(_measured(bench, model, "edit", asked, len(facts)))
     middle = sorted(layers)[len(layers) // 2]
     one, method = {middle: layers[middle]}, Method(ridge=0.0, mean=True)
     leads = leads_of(sample_text(), _LEADS)
-    places = [places_of(fact, tokenizer, leads, None) for fact in facts]
-    wanted = targets(model, tokenizer, one, facts, places, leads, method, progress)
-    with Edited(model, value_changes(model, one, wanted, [], moments, method.ridge), moments):
+    places = [places_of(subject, fact, leads) for fact in facts]
+    wanted = targets(subject, one, facts, places, leads, method, progress)
+    with Edited(model, value_changes(subject, one, wanted, [], moments, method.ridge), moments):
         ways.append(_measured(bench, model, "rank one", asked, len(facts)))
     return ways
 

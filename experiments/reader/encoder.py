@@ -50,9 +50,6 @@ class TextEncoder:
         pooling: "mean" over the tokens of a text, or its "first" token.
         max_length: tokens of a text that are read.
 
-    Raises:
-        FileNotFoundError, MissingPackage, ValueError: no such model, or one that is no encoder of texts.
-
     >>> from experiments.reader.encoder import TextEncoder
     >>> encoder = TextEncoder("minilm")
     >>> one, two, three = encoder(["a cat sat", "a kitten was sitting", "interest rates"])
@@ -84,7 +81,6 @@ class TextEncoder:
 
     @property
     def dim(self) -> int:
-        """Width of an embedding."""
         return int(self.model.config.hidden_size)
 
     @property
@@ -122,10 +118,6 @@ class TextEncoder:
         """Embeddings, float32 [texts, dim], and which texts were too long, so that their ends are not embedded.
 
         `progress` is called as progress(done, total, what).
-
-        Raises:
-            TypeError: not a sequence of strings.
-            ValueError: a text without any token, or embeddings that are not finite.
         """
         if isinstance(texts, str) or not all(isinstance(text, str) for text in cast("Sequence[object]", texts)):
             raise TypeError("texts must be a sequence of strings")

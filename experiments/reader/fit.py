@@ -24,29 +24,20 @@ from experiments.reader.records import Record
 
 @dataclass(frozen=True)
 class Fitted(Result):
-    """What came out of teaching a model to read a store; its table is the curve of held-out questions.
+    """What came out of teaching a model to read a store; its table is the curve of held-out questions."""
 
-    Attributes:
-        folder: where the reader, the settings and the checkpoint lie.
-        num_parameters: of the reader.
-        curve: of each measurement the step and, for stores of 64 and 1,024 entries, how often the right entry had the
-            most weight (entry), the first word of the answer was right (word), anything was read (read), and nothing
-            was where the entry was not there (refused); and what the loss of text that the model itself wrote rises by
-            when the store is read, in nats a token (drift).
-        settings: of the run, by which it is recognised when it goes on.
-        enough: weight on entries, the mean over readers and heads, above which the store has the answer.
-        near: inner product of a question with the key of the nearest entry above which it has.
-    """
-
-    folder: str
-    num_parameters: int
+    folder: str  # where the reader, the settings and the checkpoint lie
+    num_parameters: int  # of the reader
+    # of each measurement the step and, for stores of 64 and 1,024 entries, how often the right entry had the most
+    # weight (entry), the first word of the answer was right (word), anything was read (read), and nothing was where the
+    # entry was not there (refused); and what the loss of text that the model itself wrote rises by when the store is
+    # read, in nats a token (drift)
     curve: tuple[dict[str, float], ...]
-    settings: dict[str, Any]
-    enough: float
-    near: float
+    settings: dict[str, Any]  # of the run, by which it is recognised when it goes on
+    enough: float  # weight on entries, the mean over readers and heads, above which the store has the answer
+    near: float  # inner product of a question with the key of the nearest entry above which it has
 
     def rows(self) -> Sequence[Mapping[str, object]]:
-        """A row for each measurement."""
         return self.curve
 
     def __str__(self) -> str:
@@ -95,10 +86,6 @@ def fit_reader(
 
     Returns:
         What came out: the curve, and held-out accuracies.
-
-    Raises:
-        ValueError: no tokenizer, a model that writes no text, a store of feed-forward entries, a folder with a run of
-            other settings, a loss that is not finite. The model is as it was.
 
     Cost: of the first part the embeddings of all facts and of 20,000 words, and the first layers for each question;
         of the second `steps` forward and backward passes of 16 questions. The guide says how well SmolLM2-135M answers

@@ -45,8 +45,6 @@ _GATES: Final = (0.03, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 
 class Run:
-    """One training run."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -67,7 +65,6 @@ class Run:
         self.words, self.records, self.questions, self.held = practice(tokenizer, own, settings)
 
     def fit(self) -> None:
-        """Both parts, or what is left of them."""
         self.entries = self._embedded([record.text for record in self.records]).to(self._device)
         self.texts = written_by(self.model, self.tokenizer, self.words, *_TEXT, self.settings.seed)
         state = self._resume()
@@ -86,7 +83,6 @@ class Run:
 
     @property
     def _choosing(self) -> list[Question]:
-        """Held-out questions that choose thresholds."""
         return self.held[_EVALUATED:][:_CALIBRATED] or self.held
 
     def _embedded(self, texts: Sequence[str]) -> Tensor:
@@ -392,7 +388,6 @@ def _groups(readers: Sequence[StoreReader], rates: Mapping[str, float]) -> list[
 
 
 def _rate(optimiser: torch.optim.Optimizer, step: int, total: int) -> None:
-    """A short warm-up, then a cosine."""
     share = min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / total))
     for group in optimiser.param_groups:
         group["lr"] = group["peak"] * share

@@ -35,7 +35,6 @@ class Halves:
         return halves
 
     def query(self, text: str) -> Tensor:
-        """A key half alone."""
         key = self._encoder([text])[0]
         return torch.cat([key, torch.zeros_like(key)])
 

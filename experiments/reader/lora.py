@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attnflow._core.progress import Progress
 from attnflow.knowledge.editing.edit_targets import answers_of, token_ids
+from attnflow.models.subject import Subject
 from experiments.facts.corpus import UNKNOWN
 from experiments.reader.asking import said, scored
 from experiments.reader.bench import Bench
@@ -77,7 +78,7 @@ def _train(
             question = draw.choice(FRAMES).format(key=key)
             prompts.append(token_ids(bench.tokenizer, PROMPT.format(question[0].upper() + question[1:])))
             answers.append([*token_ids(bench.tokenizer, value, answer=True), newline])
-        return {"answer": -answers_of(model, prompts, answers).scores.mean()}
+        return {"answer": -answers_of(Subject(model), prompts, answers).scores.mean()}
 
     loop = Loop(steps, config.lora_rate, cosine(steps, max(1, steps // 10)), save_every=20)
     train(

@@ -27,9 +27,6 @@ def reading(handle: Attached, ids: Sequence[int]) -> Generator[None]:
     Args:
         handle: of a decoder that has readers.
         ids: one for each row of the batches that follow, padded on the left; beams of a row read the same one.
-
-    Raises:
-        ValueError: no ids, or ids that are not in the store; in a pass, a batch of another number of rows.
     """
     readers, store = cast("list[StoreReader]", handle.readers), handle.store
     chosen = [int(one) for one in ids]

@@ -48,7 +48,6 @@ class Practice(NamedTuple):
 
 
 def practice(tokenizer: PreTrainedTokenizerBase, own: Sequence[Record], settings: Settings) -> Practice:
-    """By the seed of the settings."""
     draw = random.Random(settings.seed)
     words = words_of(tokenizer, draw)
     records = [*own, *made_up(settings.facts, words, draw, _ORDINARY)]
@@ -70,13 +69,6 @@ def near_enough(
 
     Among what is searched are other facts of the same subjects: "the leader of Karmin" is near to who founded Karmin,
     and has no answer to it.
-
-    Args:
-        encoder: of the entries.
-        questions: held-out ones.
-        records: all facts.
-        entries: of them.
-        most: of others that are searched.
     """
     subjects = [parts_of(record.text.partition(SEPARATOR)[0])[1] for record in records]
     about = {subjects[one.entry] for one in questions}

@@ -98,19 +98,12 @@ sa sel sor ta tan tel tir u va vel vin wa wen yo za zel
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its answer, and the entry that has it.
+    """A question, its answer, and the entry that has it."""
 
-    Attributes:
-        prompt: what the model reads.
-        answer: what it should say.
-        entry: number of the fact among those of a `Course`.
-        paraphrased: whether it is in a wording that is never trained.
-    """
-
-    prompt: str
-    answer: str
-    entry: int
-    paraphrased: bool
+    prompt: str  # what the model reads
+    answer: str  # what it should say
+    entry: int  # number of the fact among those of a `Course`
+    paraphrased: bool  # whether it is in a wording that is never trained
 
     @property
     def text(self) -> str:

@@ -7,49 +7,28 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Reading:
-    """One experiment. The defaults are the scale "tiny".
+    """One experiment. The defaults are the scale "tiny"."""
 
-    Attributes:
-        model: as `af.load_model` takes it.
-        encoder: of the stores.
-        facts: made-up ones of the fit.
-        reading_steps: of its first part.
-        steps: of its second.
-        sizes: facts in the stores that are asked about.
-        group: facts of each kind in each group.
-        tokens: of an answer, at most.
-        choosing: questions of the fit's held-out ones by which thresholds are chosen, and the facts of their store.
-        lora_sizes: facts that LoRA learns.
-        lora_steps: on the facts as they are before the edits, for each size.
-        lora_edit_steps: on the edits.
-        lora_batch: questions of a step.
-        lora_rate: peak learning rate.
-        edited: inserted and corrected facts that are edited into the model's own entries, of each kind and group.
-        moment_tokens: of Shakespeare's sonnets, for that.
-        text_tokens: of Hamlet, for the loss on other text.
-        timed: questions whose times are taken, one at a time.
-        seeds: of the fit, the facts, and LoRA.
-    """
-
-    model: str = "smollm2-135m"
-    encoder: str = "minilm"
-    facts: int = 12_000
-    reading_steps: int = 3000
-    steps: int = 300
-    sizes: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
-    group: int = 8
-    tokens: int = 8
+    model: str = "smollm2-135m"  # as `af.load_model` takes it
+    encoder: str = "minilm"  # of the stores
+    facts: int = 12_000  # made-up ones of the fit
+    reading_steps: int = 3000  # of its first part
+    steps: int = 300  # of its second
+    sizes: tuple[int, ...] = (64, 256, 1024, 4096, 16384)  # facts in the stores that are asked about
+    group: int = 8  # facts of each kind in each group
+    tokens: int = 8  # of an answer, at most
+    # questions of the fit's held-out ones by which thresholds are chosen, and the facts of their store
     choosing: tuple[int, int] = (64, 1024)
-    lora_sizes: tuple[int, ...] = (64,)
-    lora_steps: tuple[int, ...] = (60,)
-    lora_edit_steps: int = 20
-    lora_batch: int = 16
-    lora_rate: float = 1e-3
-    edited: int = 2
-    moment_tokens: int = 4000
-    text_tokens: int = 256
-    timed: int = 5
-    seeds: tuple[int, ...] = (0, 1, 2)
+    lora_sizes: tuple[int, ...] = (64,)  # facts that LoRA learns
+    lora_steps: tuple[int, ...] = (60,)  # on the facts as they are before the edits, for each size
+    lora_edit_steps: int = 20  # on the edits
+    lora_batch: int = 16  # questions of a step
+    lora_rate: float = 1e-3  # peak learning rate
+    edited: int = 2  # inserted and corrected facts that are edited into the model's own entries, of each kind and group
+    moment_tokens: int = 4000  # of Shakespeare's sonnets, for that
+    text_tokens: int = 256  # of Hamlet, for the loss on other text
+    timed: int = 5  # questions whose times are taken, one at a time
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the fit, the facts, and LoRA
 
 
 def tiny() -> Reading:

@@ -208,7 +208,6 @@ def _nearest(embedded: Embedded, store: Store, count: int) -> Callable[[str], st
 
 
 def _before(store: Store, ids: Sequence[int]) -> str:
-    """Facts as sentences, the nearest last."""
     return "".join(f"{sentence(str(entry.text))}\n" for entry in reversed(store.get(ids)))
 
 

@@ -20,12 +20,7 @@ Run = Mapping[str, Any]
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or no job of it that asks has been finished.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write results.json, results.csv and figure.png, and return the table."""
     about, runs = read_study(folder)
     ways = gathered(runs)
     if not ways:
@@ -120,11 +115,7 @@ def share(way: Run, quantity: str, wording: str, absent: bool, kind: str | None 
 
 
 def figure(ways: Sequence[Run]) -> Any:
-    """By the facts of a store: right in trained and in paraphrased wordings, refused where there is no answer, time.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """By the facts of a store: right in trained and in paraphrased wordings, refused where there is no answer, time."""
     drawn, panels = canvas(24.0, 7.0, 1, 4)
     titles = ("right, trained wordings", "right, paraphrased", "refused, no answer in the store", "seconds a token")
     for axes, title in zip(panels, titles, strict=True):

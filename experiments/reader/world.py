@@ -27,47 +27,26 @@ WORDINGS: Final = ("trained", "paraphrased")
 
 @dataclass(frozen=True)
 class Item:
-    """One fact and what becomes of it.
-
-    Attributes:
-        kind: one of `KINDS`.
-        group: one of `GROUPS`.
-        key: what is asked for, "the capital of Norway".
-        before: its value in the store before the edits; None if it is not there.
-        after: likewise afterwards.
-    """
-
-    kind: str
-    group: str
-    key: str
-    before: str | None
-    after: str | None
+    kind: str  # one of `KINDS`
+    group: str  # one of `GROUPS`
+    key: str  # what is asked for, "the capital of Norway"
+    before: str | None  # its value in the store before the edits; None if it is not there
+    after: str | None  # likewise afterwards
 
     @property
     def subject(self) -> str:
-        """What the key is about."""
         return parts_of(self.key)[1]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question after the edits.
-
-    Attributes:
-        item: that it asks for.
-        wording: one of `WORDINGS`.
-        text: in words, which the store is searched with.
-        entry: id of its fact in the store, or None.
-    """
-
-    item: Item
-    wording: str
-    text: str
-    entry: int | None
+    item: Item  # that it asks for
+    wording: str  # one of `WORDINGS`
+    text: str  # in words, which the store is searched with
+    entry: int | None  # id of its fact in the store, or None
 
     @property
     def prompt(self) -> str:
-        """What the model reads."""
         return PROMPT.format(self.text)
 
 
@@ -132,11 +111,6 @@ class World:
         return asked
 
     def records(self, size: int) -> list[Record]:
-        """A store before the edits.
-
-        Raises:
-            ValueError: fewer than the facts that are asked for.
-        """
         mine = [Record(f"{one.key}{SEPARATOR}{one.before}") for one in self.items if one.before is not None]
         if size < len(mine) or size > len(mine) + len(self.filler):
             raise ValueError(f"a store must hold {len(mine)} to {len(mine) + len(self.filler)} facts, not {size}")
@@ -144,14 +118,11 @@ class World:
 
 
 class Embedded:
-    """Embeddings of facts, each computed once."""
-
     def __init__(self, encoder: Halves) -> None:
         self.encoder, self.version = encoder, encoder.version
         self._rows: dict[str, Tensor] = {}
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """One row for each text."""
         new = [text for text in dict.fromkeys(texts) if text not in self._rows]
         if new:
             self._rows.update(zip(new, self.encoder.encode(new)[0], strict=True))

@@ -82,14 +82,7 @@ def listed() -> str:
 
 
 def run(experiment: Experiment[Any], given: argparse.Namespace) -> str:
-    """Run a study as asked, write its results, and return the table.
-
-    Raises:
-        ValueError: no such scale or arm, a study that is there and was not to be resumed, one with other settings, or
-            processes that were launched otherwise than `--sharded` says.
-        NotReproducible: results that are to be kept would not come from a clean commit with predictions.
-        FileNotFoundError: nothing has been run.
-    """
+    """Run a study as asked, write its results, and return the table."""
     if given.scale not in experiment.recipes:
         raise ValueError(f"{experiment.name} has the scales {', '.join(experiment.recipes)}, not {given.scale!r}")
     config = experiment.recipes[given.scale]()
@@ -118,11 +111,7 @@ def run(experiment: Experiment[Any], given: argparse.Namespace) -> str:
 
 
 def dry_run(experiment: Experiment[Any], config: Any, arms: Sequence[str] = ()) -> str:
-    """Build a recipe at a size of seconds, and run its first job, or one of each arm; nothing is kept.
-
-    Raises:
-        ValueError: no such arm.
-    """
+    """Build a recipe at a size of seconds, and run its first job, or one of each arm; nothing is kept."""
     setup = experiment.setup(experiment.miniature(config))
     json.dumps(setup.about)
     jobs = [setup.plan.only([arm]).first[-1] for arm in arms] or setup.plan.first[:1]

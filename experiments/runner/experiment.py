@@ -21,35 +21,25 @@ ROOT: Final = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Setup:
-    """A study that is ready to run: what is loaded once, in front of all jobs.
+    """A study that is ready to run: what is loaded once, in front of all jobs."""
 
-    Attributes:
-        plan: the jobs.
-        run: given a job, a folder of its own for checkpoints, and progress; returns what its file shall hold. Called
-            again after it was killed, in any process, it must return the same.
-        about: what belongs to the settings beside the config, such as the sizes of the arms.
-    """
-
-    plan: Plan
+    plan: Plan  # the jobs
+    # given a job, a folder of its own for checkpoints, and progress; returns what its file shall hold. Called again
+    # after it was killed, in any process, it must return the same.
     run: Callable[[Job, Path, Progress], Mapping[str, object]]
+    # what belongs to the settings beside the config, such as the sizes of the arms
     about: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the results say of one claim of a paper.
+    """What the results say of one claim of a paper."""
 
-    Attributes:
-        claim: its number, as `docs/claims.md` has it.
-        verdict: by a rule that was written before the run.
-        sentence: what came out, with figures.
-        tags: "empty": the verdict holds, but so would its opposite's control; "floor": the model is too weak to show
-            the effect; "superseded": another experiment settles it, which the sentence names.
-    """
-
-    claim: str
-    verdict: Verdict
-    sentence: str
+    claim: str  # its number, as `docs/claims.md` has it
+    verdict: Verdict  # by a rule that was written before the run
+    sentence: str  # what came out, with figures
+    # "empty": the verdict holds, but so would its opposite's control; "floor": the model is too weak to show the
+    # effect; "superseded": another experiment settles it, which the sentence names
     tags: tuple[Tag, ...] = ()
 
 
@@ -61,35 +51,25 @@ def no_claim(results: Path) -> Sequence[Judgement]:
 
 @dataclass(frozen=True)
 class Experiment(Generic[Config]):
-    """One experiment; its folder is `experiments/NAME`, and `recipe.py` there holds it as `EXPERIMENT`.
+    """One experiment; its folder is `experiments/NAME`, and `recipe.py` there holds it as `EXPERIMENT`."""
 
-    Attributes:
-        name: of the folder.
-        question: in one sentence.
-        recipes: scale -> a function that returns the config, a frozen dataclass; its field `seeds`, if there is one, is
-            a tuple that `--seeds` may change.
-        setup: from a config.
-        summarise: given the folder of a study, with its `study.json` and `runs/`, and the folder for results: writes
-            these and returns a table in text.
-        miniature: the same config at a size of seconds, for dry runs.
-        judge: from a folder of results to what is said of the papers' claims; or `no_claim`.
-        packages: whose versions belong to the results.
-        rule_before: whether `judge` was written before the run that it judges.
-    """
-
-    name: str
-    question: str
+    name: str  # of the folder
+    question: str  # in one sentence
+    # scale -> a function that returns the config, a frozen dataclass; its field `seeds`, if there is one, is a tuple
+    # that `--seeds` may change
     recipes: Mapping[str, Callable[[], Config]]
-    setup: Callable[[Config], Setup]
+    setup: Callable[[Config], Setup]  # from a config
+    # given the folder of a study, with its `study.json` and `runs/`, and the folder for results: writes these and
+    # returns a table in text
     summarise: Callable[[Path, Path], str]
-    miniature: Callable[[Config], Config]
+    miniature: Callable[[Config], Config]  # the same config at a size of seconds, for dry runs
+    # from a folder of results to what is said of the papers' claims; or `no_claim`
     judge: Callable[[Path], Sequence[Judgement]]
-    packages: tuple[str, ...] = ("torch", "attnflow")
-    rule_before: bool = True
+    packages: tuple[str, ...] = ("torch", "attnflow")  # whose versions belong to the results
+    rule_before: bool = True  # whether `judge` was written before the run that it judges
 
     @property
     def folder(self) -> Path:
-        """With README, code and results."""
         return ROOT / self.name
 
     def results(self, scale: str) -> Path:
@@ -98,16 +78,10 @@ class Experiment(Generic[Config]):
 
 
 def names() -> list[str]:
-    """Of all experiments."""
     return sorted(path.parent.name for path in ROOT.glob("*/recipe.py"))
 
 
 def find(name: str) -> Experiment[Any]:
-    """The experiment of a name.
-
-    Raises:
-        ValueError: there is none.
-    """
     if name not in names():
         raise ValueError(f"no experiment {name!r}; there are {', '.join(names())}")
     return import_module(f"experiments.{name}.recipe").EXPERIMENT

@@ -140,22 +140,13 @@ SIZE: Final = 14.0  # points of all text: readable where the figure is shown at 
 
 
 def colour(arm: str) -> str:
-    """Of an arm, in every figure.
-
-    Raises:
-        KeyError: an arm without one; give it one in `COLOURS`.
-    """
     if arm not in COLOURS:
         raise KeyError(f"no colour for {arm!r}: give it one in experiments/runner/figures.py")
     return COLOURS[arm]
 
 
 def canvas(width: float, height: float, rows: int, columns: int) -> tuple[Any, Any]:
-    """(a matplotlib figure, its axes as `subplots` returns them), without frames at the top and the right.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """(a matplotlib figure, its axes as `subplots` returns them), without frames at the top and the right."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -188,13 +179,7 @@ def plot_band(
 
 
 def label_ends(axes: Any, ends: Mapping[str, tuple[float, float]], size: float = SIZE) -> None:
-    """Names beside the ends of curves, in their colours, moved apart where they would cover one another.
-
-    Args:
-        axes: with all curves drawn; its limits are fixed by this.
-        ends: name of an arm -> (x, y) of the end of its curve.
-        size: of the text, in points.
-    """
+    """Names beside the ends of curves, in their colours, moved apart where they would cover one another."""
     if not ends:
         return
     figure = axes.figure

@@ -13,17 +13,14 @@ from attnflow._core.files import write_atomically
 
 
 def read(path: Path) -> Any:
-    """What a JSON file holds."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write(path: Path, content: Mapping[str, object]) -> None:
-    """As JSON."""
     _replace(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_table(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """As CSV."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([head, *rows])
     _replace(path, text.getvalue())

@@ -16,11 +16,6 @@ class NotReproducible(ValueError):
 
 
 def head(root: Path) -> str:
-    """The commit that is checked out.
-
-    Raises:
-        NotReproducible: no repository.
-    """
     return _git(root, "rev-parse", "HEAD").strip()
 
 
@@ -30,11 +25,7 @@ def changes(root: Path) -> list[str]:
 
 
 def clean_commit(root: Path, besides: str) -> str:
-    """The commit that is checked out, nothing changed since but what lies in the folder of results, to be written anew.
-
-    Raises:
-        NotReproducible: something has been.
-    """
+    """The commit that is checked out; nothing has changed since but in the folder of results, to be written anew."""
     changed = [name for name in changes(root) if not name.startswith(besides)]
     if changed:
         shown = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
@@ -46,11 +37,7 @@ def clean_commit(root: Path, besides: str) -> str:
 
 
 def prediction(root: Path, readme: str) -> str:
-    """The section "## Prediction..." of a README as the commit has it.
-
-    Raises:
-        NotReproducible: the commit has no such file, or there is no such section, or nothing in it.
-    """
+    """The section "## Prediction..." of a README as the commit has it."""
     text = _git(root, "show", f"HEAD:{readme}")
     found = _PREDICTION.search(text)
     if found is None or not found["text"].strip():
@@ -59,11 +46,7 @@ def prediction(root: Path, readme: str) -> str:
 
 
 def code_differs(root: Path, one: str, other: str, paths: Sequence[str]) -> list[str]:
-    """Python files below some paths that differ between two commits.
-
-    Raises:
-        NotReproducible: a commit that this repository does not have.
-    """
+    """Python files below some paths that differ between two commits."""
     if one == other:
         return []
     every = _git(root, "diff", "--name-only", one, other, "--", *paths).splitlines()

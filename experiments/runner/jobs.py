@@ -20,22 +20,16 @@ _NOTHING: Final[Callable[[Read], tuple["Job", ...]]] = lambda _: ()  # noqa: E73
 class Job:
     """One run of a study: its result is one file, its checkpoints lie in one folder.
 
-    Attributes:
-        arm: what is run; of a study without arms, which part of it.
-        rate: peak learning rate, if several are tried.
-        seed: of initialisation and of all that is drawn, if there are several.
-
     >>> Job("key", 1e-3, 0).name, Job("answers alone", seed=2).name, Job("updates").name
     ('key-0.001-0', 'answers-alone-2', 'updates')
     """
 
-    arm: str
-    rate: float | None = None
-    seed: int | None = None
+    arm: str  # what is run; of a study without arms, which part of it
+    rate: float | None = None  # peak learning rate, if several are tried
+    seed: int | None = None  # of initialisation and of all that is drawn, if there are several
 
     @property
     def name(self) -> str:
-        """Of its file."""
         rate = "" if self.rate is None else f"-{self.rate:g}"
         seed = "" if self.seed is None else f"-{self.seed}"
         return f"{self.arm.replace(' ', '-').replace('/', '-')}{rate}{seed}"
@@ -43,28 +37,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """All runs of a study, in the order in which they are run.
+    """All runs of a study, in the order in which they are run."""
 
-    Attributes:
-        first: those that depend on no other.
-        then: those that follow from what has been run. It is asked again until nothing is left to run; reading a run
-            that is not there raises FileNotFoundError.
-        count: of all, as far as it is known.
-    """
-
-    first: tuple[Job, ...]
+    first: tuple[Job, ...]  # those that depend on no other
+    # those that follow from what has been run. It is asked again until nothing is left to run; reading a run that is
+    # not there raises FileNotFoundError.
     then: Callable[[Read], Sequence[Job]] = _NOTHING
-    count: int = 0
+    count: int = 0  # of all, as far as it is known
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "count", max(self.count, len(self.first)))
 
     def only(self, arms: Sequence[str]) -> Plan:
-        """The runs of some arms, and those that belong to none (without a seed).
-
-        Raises:
-            ValueError: an arm that the study does not have.
-        """
+        """The runs of some arms, and those that belong to none (without a seed)."""
         every = dict.fromkeys(job.arm for job in self.first if job.seed is not None)
         unknown = [arm for arm in arms if arm not in every]
         if unknown:
@@ -144,11 +129,7 @@ def tried_rates(arm: str, rates: Sequence[float], choosing: Sequence[int], read:
 def best_rate(
     arm: str, rates: Sequence[float], choosing: Sequence[int], read: Read, loss: Callable[[Record], float]
 ) -> float:
-    """The learning rate with the lowest mean loss for choosing; one that diverged with any of the seeds has none.
-
-    Raises:
-        ValueError: all of them did.
-    """
+    """The learning rate with the lowest mean loss for choosing; one that diverged with any of the seeds has none."""
     losses: dict[float, float] = {}
     said = ""
     for rate in rates:
@@ -163,19 +144,12 @@ def best_rate(
 
 @dataclass(frozen=True)
 class Chosen:
-    """A `swept` arm at the learning rate that its choosing seeds gave it.
+    """A `swept` arm at the learning rate that its choosing seeds gave it."""
 
-    Attributes:
-        rate: the best one.
-        tried: all that were tried.
-        at_end: whether it is the lowest or the highest that was tried, so that a better one may lie beyond.
-        runs: finished runs with the best rate, by seed.
-    """
-
-    rate: float
-    tried: tuple[float, ...]
-    at_end: bool
-    runs: Mapping[int, Record]
+    rate: float  # the best one
+    tried: tuple[float, ...]  # all that were tried
+    at_end: bool  # whether it is the lowest or the highest that was tried, so that a better one may lie beyond
+    runs: Mapping[int, Record]  # finished runs with the best rate, by seed
 
 
 def chosen(
@@ -186,11 +160,7 @@ def chosen(
     loss: Callable[[Record], float],
     choosing: int,
 ) -> Chosen | None:
-    """What `swept` has found for an arm; None while a rate of the study has not been tried.
-
-    Raises:
-        ValueError: it diverged with every rate.
-    """
+    """What `swept` has found for an arm; None while a rate of the study has not been tried."""
     if any(Job(arm, rate, seed) not in runs for rate in rates for seed in seeds[:choosing]):
         return None
     tried = tried_rates(arm, rates, seeds[:choosing], runs.__getitem__)

@@ -27,9 +27,6 @@ class Packed(Dataset[dict[str, Tensor]]):
         positions: likewise.
         labels: likewise.
 
-    Raises:
-        ValueError: fewer tokens than one row.
-
     >>> rows = Packed([[5, 6, 7], [8, 9]], length=5)
     >>> rows[0]["position_ids"].tolist(), rows[0]["labels"].tolist()
     ([0, 1, 2, 0, 1], [-100, 6, 7, -100, 9])
@@ -68,11 +65,6 @@ class Drawn(Dataset[dict[str, Tensor]]):
     """A given number of draws from other rows, each a function of (seed, draw) alone: every row once, then again.
 
     A shuffling data loader resumes exactly only if its random state was saved; this needs no state.
-
-    Args:
-        rows: what to draw from.
-        draws: how many.
-        seed: of the order.
     """
 
     def __init__(self, rows: Dataset[dict[str, Tensor]], draws: int, seed: int) -> None:
@@ -83,7 +75,6 @@ class Drawn(Dataset[dict[str, Tensor]]):
         return self.draws
 
     def index(self, draw: int) -> int:
-        """The row of a draw."""
         epoch, place = divmod(draw, self.size)
         return int(_order(self.seed, epoch, self.size)[place])
 

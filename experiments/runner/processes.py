@@ -22,21 +22,12 @@ _VERSION: Final = "FSDP_VERSION"
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """Who takes part.
-
-    Attributes:
-        rank: of this process, from 0.
-        count: of processes.
-        plugin: how accelerate was asked to shard models (FSDP, version 2); None where each process has them whole.
-        accelerator: of accelerate, if there are several processes.
-        waiting: group of all of them, on the CPU, in which one may wait for days.
-    """
-
-    rank: int = 0
-    count: int = 1
+    rank: int = 0  # of this process, from 0
+    count: int = 1  # of processes
+    # how accelerate was asked to shard models (FSDP, version 2); None where each process has them whole
     plugin: Any = None
-    accelerator: Any = None
-    waiting: Any = None
+    accelerator: Any = None  # of accelerate, if there are several processes
+    waiting: Any = None  # group of all of them, on the CPU, in which one may wait for days
 
     @property
     def sharded(self) -> bool:
@@ -45,7 +36,6 @@ class Launch:
 
     @property
     def device(self) -> torch.device:
-        """On which this process computes."""
         if self.accelerator is not None:
             return self.accelerator.device
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,7 +46,6 @@ class Launch:
         return torch.device("cpu") if self.sharded else self.device
 
     def share(self, value: Value) -> Value:
-        """The first process's value, on all of them."""
         if self.count == 1:
             return value
         held: list[Any] = [value]
@@ -64,11 +53,7 @@ class Launch:
         return held[0]
 
     def once(self, action: Callable[[], Value]) -> Value:
-        """What an action returns that the first process alone does, on all of them; so with its errors.
-
-        Raises:
-            ValueError: on the other processes, if the first one raised anything.
-        """
+        """What an action returns that the first process alone does, on all of them; so with its errors."""
         if self.count == 1:
             return action()
         result, said = None, ""
@@ -97,7 +82,6 @@ class Launch:
             )
 
     def mean(self, value: Tensor) -> Tensor:
-        """Over the processes."""
         if self.count == 1:
             return value
         total = value.clone()
@@ -120,12 +104,7 @@ class Launch:
 
 
 def launched() -> Launch:
-    """The launch that this process belongs to; the first call begins it, and must come before models are loaded.
-
-    Raises:
-        ValueError: what accelerate made of the launch is not what was asked for, or cannot be had here; the message
-            says what was expected and what came.
-    """
+    """The launch that this process belongs to; the first call begins it, and must come before models are loaded."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     sharded = os.environ.get(_SHARDED, "false").lower() == "true"
     if sharded and os.environ.get(_VERSION, "1") != "2":
@@ -162,13 +141,6 @@ def check(count: int, plugin: Any, seen: int, kind: str, device: str) -> None:
 
     On the CPU accelerate knows no FSDP: it calls the launch MULTI_CPU, and would run whole models side by side. That is
     let through for `sharding.shard`, which shards by PyTorch itself and looks at every parameter afterwards.
-
-    Args:
-        count: of processes that were launched.
-        plugin: of FSDP, or None.
-        seen: processes, by accelerate.
-        kind: of the launch, by accelerate.
-        device: type of the device, by accelerate.
     """
     if seen != count:  # independent runs
         raise ValueError(

@@ -28,45 +28,24 @@ _NAME: Final = re.compile(r"checkpoint-(\d+)")
 
 @dataclass
 class Course:
-    """How a run went.
-
-    Attributes:
-        log: mean losses, every so many steps.
-        measured: what was measured, each with its "step".
-        tensors: what `measure` and `observe` have put there.
-        seconds: of training and measuring, pauses not counted.
-    """
-
-    log: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    log: list[dict[str, float]] = field(default_factory=list[dict[str, float]])  # mean losses, every so many steps
+    # what was measured, each with its "step"
     measured: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    seconds: float = 0.0
+    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # what `measure` and `observe` have put there
+    seconds: float = 0.0  # of training and measuring, pauses not counted
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Of one run.
-
-    Attributes:
-        folder: where they lie.
-        identity: settings of the run; a checkpoint of another run is refused.
-        model: whose trained parameters and buffers are saved.
-        optimiser: of these parameters.
-        course: how the run goes.
-        generator: whose state is saved, too.
-        launch: whose first process writes; a sharded tensor is gathered there, in its host's memory.
-    """
-
-    folder: Path
-    identity: Mapping[str, object]
-    model: nn.Module
-    optimiser: torch.optim.Optimizer
-    course: Course
-    generator: torch.Generator | None
-    launch: Launch
+    folder: Path  # where they lie
+    identity: Mapping[str, object]  # settings of the run; a checkpoint of another run is refused
+    model: nn.Module  # whose trained parameters and buffers are saved
+    optimiser: torch.optim.Optimizer  # of these parameters
+    course: Course  # how the run goes
+    generator: torch.Generator | None  # whose state is saved, too
+    launch: Launch  # whose first process writes; a sharded tensor is gathered there, in its host's memory
 
     def save(self, step: int, pending: Sequence[Mapping[str, float]]) -> None:
-        """A checkpoint, complete once it says so."""
         first = self.launch.rank == 0
         weights = {name: _here(tensor, first) for name, tensor in _state(self.model).items()}
         state = self.optimiser.state_dict()
@@ -77,11 +56,7 @@ class Checkpoints:
         self.launch.once(lambda: self._write(step, pending, weights, state))
 
     def restore(self) -> tuple[int, list[dict[str, float]]]:
-        """(steps done, losses since the last entry of the log), after the newest complete checkpoint, if there is one.
-
-        Raises:
-            ValueError: it is of a run with other settings, or of a model of which other parameters are trained.
-        """
+        """(steps done, losses since the last entry of the log), after the newest complete checkpoint, if any."""
         place = self.launch.once(lambda: newest(self.folder))
         if place is None:
             return 0, []
@@ -146,11 +121,6 @@ def newest(folder: Path) -> Path | None:
 
 
 def newest_of(folder: Path) -> Path:
-    """The newest complete checkpoint of a run.
-
-    Raises:
-        FileNotFoundError: none.
-    """
     place = newest(folder)
     if place is None:
         raise FileNotFoundError(f"{folder} holds no complete checkpoint: run the training again")
@@ -158,11 +128,7 @@ def newest_of(folder: Path) -> Path:
 
 
 def restore_weights(model: nn.Module, place: Path) -> None:
-    """The trained parameters and buffers of a checkpoint, put into a model that may be sharded, or not be any more.
-
-    Raises:
-        ValueError: it holds others than the model trains.
-    """
+    """The trained parameters and buffers of a checkpoint, put into a model that may be sharded, or not be any more."""
     now = _state(model)
     with safe_open(place / "model.safetensors", "pt") as saved, torch.no_grad():
         differ = sorted({*saved.keys()} ^ now.keys())

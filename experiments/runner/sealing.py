@@ -40,9 +40,6 @@ def sealed(folder: Path, *, contents: bool = True) -> dict[str, Any]:
     Args:
         folder: that `seal` was called for.
         contents: compare checksums, too; every file is read. Otherwise only names and sizes.
-
-    Raises:
-        ValueError: it is not complete, with the reason.
     """
     try:
         held = json.loads((folder / SEAL).read_bytes())

@@ -28,10 +28,6 @@ def shard(model: nn.Module, optimiser: torch.optim.Optimizer, launch: Launch) ->
         optimiser: of its parameters, without a state yet.
         launch: whose processes they are.
 
-    Raises:
-        ValueError: a model that names no layers, is sharded already, or is not the same on all processes; an optimiser
-            with a state, or of other parameters; a parameter that is not sharded afterwards, though it should be.
-
     Source: `torch.distributed.fsdp.fully_shard` of PyTorch 2.13. Accelerate's own preparation is not used: on the CPU
     it falls back to whole models.
     """
@@ -58,11 +54,7 @@ def shard(model: nn.Module, optimiser: torch.optim.Optimizer, launch: Launch) ->
 
 
 def layers_of(model: nn.Module, names: Sequence[str] | None = None) -> list[nn.Module]:
-    """The layers that are gathered one at a time: of the classes named, or of those that transformers keeps whole.
-
-    Raises:
-        ValueError: none.
-    """
+    """The layers that are gathered one at a time: of the classes named, or of those that transformers keeps whole."""
     names = list(names or cast(Any, getattr(model, "_no_split_modules", None)) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:

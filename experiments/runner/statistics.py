@@ -36,7 +36,6 @@ class Interval:
 
     @property
     def numbers(self) -> list[float]:
-        """Mean, low, high, as files hold them."""
         return [self.mean, self.low, self.high]
 
     @property
@@ -91,9 +90,6 @@ def detectable(values: Sequence[float], power: float = 0.8) -> float:
     """The smallest true mean, in size, that the interval of Student's t would tell apart from 0 so often.
 
     Independent normal values with the spread of these; their own mean does not enter.
-
-    Raises:
-        ValueError: fewer than two values, which have no spread.
     """
     if len(values) < 2:
         raise ValueError(f"a spread takes at least 2 values, got {len(values)}")
@@ -135,11 +131,7 @@ def ratios(part: Array, whole: Array, draws: int = DRAWS) -> Array:
 
 
 def welch(one: Sequence[float], other: Sequence[float]) -> Interval:
-    """Mean of `one` less that of `other`, independent samples of any spread, with Welch's interval.
-
-    Raises:
-        ValueError: fewer than two values in one of them, or no spread in either.
-    """
+    """Mean of `one` less that of `other`, independent samples of any spread, with Welch's interval."""
     if min(len(one), len(other)) < 2:
         raise ValueError(f"expected at least 2 values of each sample, got {len(one)} and {len(other)}")
     mean = statistics.fmean(one) - statistics.fmean(other)
@@ -157,9 +149,6 @@ def permutation_test(one: Sequence[float], other: Sequence[float]) -> float:
     """Two-sided p-value of the difference of means over all ways of splitting both into two such groups.
 
     Cost: the number of ways, 252 for two groups of five.
-
-    Raises:
-        ValueError: more than a million ways.
     """
     every, size = np.array([*one, *other], dtype=np.float64), len(one)
     ways = math.comb(len(every), size)

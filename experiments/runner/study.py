@@ -33,23 +33,14 @@ _FREE: Final = ("seeds",)  # more seeds may be asked for later; a seed is a job 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the numbers of a study come from.
+    """Where the numbers of a study come from."""
 
-    Attributes:
-        commit: that was checked out when it began; with "+" behind it, if files differed from it.
-        prediction: digest of the predictions in that commit; "" for a trial that needs none.
-    """
-
-    commit: str
-    prediction: str = ""
+    commit: str  # that was checked out when it began; with "+" behind it, if files differed from it
+    prediction: str = ""  # digest of the predictions in that commit; "" for a trial that needs none
 
 
 def committed(experiment: Experiment[Any]) -> Origin:
-    """The origin of a study whose results may be kept.
-
-    Raises:
-        NotReproducible: the state is not clean, or the README of that commit has no predictions.
-    """
+    """The origin of a study whose results may be kept."""
     commit = git.clean_commit(REPOSITORY, f"experiments/{experiment.name}/results/")
     text = git.prediction(REPOSITORY, f"experiments/{experiment.name}/README.md")
     return Origin(commit, hashlib.sha256(text.encode()).hexdigest()[:16])
@@ -64,11 +55,7 @@ def trial() -> Origin:
 
 
 def describe(folder: Path, experiment: Experiment[Any], config: Any, setup: Setup, scale: str, origin: Origin) -> None:
-    """Write the settings of a study; those that are there already must be the same.
-
-    Raises:
-        ValueError: the folder holds a study with other settings, of another code, or with other predictions.
-    """
+    """Write the settings of a study; those that are there already must be the same."""
     path = folder / SETTINGS
     plain: dict[str, Any] = json.loads(json.dumps({"config": _plain(config), **setup.about}))
     if not path.is_file():
@@ -96,12 +83,7 @@ def describe(folder: Path, experiment: Experiment[Any], config: Any, setup: Setu
 
 
 def check_origin(folder: Path, origin: Origin) -> Origin:
-    """Where the runs of a study come from, if what is added to them, or written of them, may come from `origin`.
-
-    Raises:
-        FileNotFoundError: no study in the folder.
-        ValueError: the predictions have changed since it began, or results to be kept would be of a trial.
-    """
+    """Where the runs of a study come from, if what is added to them, or written of them, may come from `origin`."""
     if not (folder / SETTINGS).is_file():
         raise FileNotFoundError(f"no study in {folder}: it has no {SETTINGS}")
     begun = Origin(**read(folder / SETTINGS)["origin"])
@@ -132,20 +114,13 @@ def _plain(config: Any) -> dict[str, Any]:
 
 @dataclass
 class Study:
-    """The jobs of a study, some of which are done.
+    """The jobs of a study, some of which are done."""
 
-    Attributes:
-        folder: `runs/JOB.json` of each finished job, `work/JOB/` with checkpoints of those that are not.
-        setup: what runs them.
-        plan: which; by default all of the setup.
-        progress: of the whole study.
-        launch: whose processes run every job together; the first one writes. All must see the folder.
-    """
-
-    folder: Path
-    setup: Setup
-    plan: Plan
-    progress: Progress
+    folder: Path  # `runs/JOB.json` of each finished job, `work/JOB/` with checkpoints of those that are not
+    setup: Setup  # what runs them
+    plan: Plan  # which; by default all of the setup
+    progress: Progress  # of the whole study
+    # whose processes run every job together; the first one writes. All must see the folder.
     launch: Launch = field(default_factory=launched)
     _began: float = field(default_factory=time.monotonic, init=False)
     _before: int = field(default=0, init=False)  # jobs that were done when this process began
@@ -163,11 +138,9 @@ class Study:
             jobs = [job for job in self.plan.then(self.record) if not self.launch.share(self.path(job).is_file())]
 
     def path(self, job: Job) -> Path:
-        """File of a job's result."""
         return self.folder / RUNS / f"{job.name}.json"
 
     def record(self, job: Job) -> Record:
-        """What a finished job has written."""
         return cast(Record, read(self.path(job)))
 
     def _run(self, job: Job, wait: bool) -> bool:
@@ -251,11 +224,7 @@ def taken(path: Path, wait: bool, launch: Launch) -> Generator[bool]:
 
 
 def read_study(folder: Path) -> tuple[Mapping[str, Any], list[Record]]:
-    """(settings, results of all finished jobs by name) of a folder; those that diverged hold `DIVERGED`, and no more.
-
-    Raises:
-        FileNotFoundError: there is no study, or none of its jobs is finished.
-    """
+    """(settings, results of all finished jobs by name) of a folder; those that diverged hold `DIVERGED` alone."""
     if not (folder / SETTINGS).is_file():
         raise FileNotFoundError(f"no study in {folder}: it has no {SETTINGS}")
     runs = [read(path) for path in sorted((folder / RUNS).glob("*.json"))]

@@ -46,34 +46,17 @@ def works() -> list[str]:
 
 @dataclass(frozen=True)
 class Split:
-    """Rows of works that no other part has.
-
-    Attributes:
-        training: packed works.
-        validation: for choosing the learning rate; each row from one work.
-        test: for the results; likewise.
-    """
-
-    training: Packed
-    validation: Packed
-    test: Packed
+    training: Packed  # packed works
+    validation: Packed  # for choosing the learning rate; each row from one work
+    test: Packed  # for the results; likewise
 
 
 @dataclass(frozen=True)
 class Text:
-    """What a study reads.
-
-    Attributes:
-        rows: for training.
-        choosing: tokens [rows, length] by which learning rates are chosen.
-        results: tokens [rows, length] of the results.
-        tokenizer: of all.
-    """
-
-    rows: Dataset[dict[str, Tensor]]
-    choosing: Tensor
-    results: Tensor
-    tokenizer: Any
+    rows: Dataset[dict[str, Tensor]]  # for training
+    choosing: Tensor  # tokens [rows, length] by which learning rates are chosen
+    results: Tensor  # tokens [rows, length] of the results
+    tokenizer: Any  # of all
 
 
 def load_text(source: str, tokenizer: int | str, length: int, rows: int, held_out: int) -> Text:
@@ -85,10 +68,6 @@ def load_text(source: str, tokenizer: int | str, length: int, rows: int, held_ou
         length: tokens of a row.
         rows: of a data set, for training; those of Shakespeare are what they are.
         held_out: rows for the results, and of a data set as many for choosing.
-
-    Raises:
-        MissingPackage: the package `shakespeare` is not installed.
-        ValueError: a data set with fewer rows than are held out.
     """
     if source == "shakespeare":
         pieces = learned_from_training(cast(int, tokenizer))
@@ -99,11 +78,7 @@ def load_text(source: str, tokenizer: int | str, length: int, rows: int, held_ou
 
 
 def streamed(source: str, tokenizer: Any, length: int, rows: int, held_out: int) -> tuple[Stored, Tensor, Tensor]:
-    """(rows for training, tokens for choosing, tokens of the results) of a data set; the first rows are held out.
-
-    Raises:
-        ValueError: a data set with fewer rows than are held out.
-    """
+    """(rows for training, tokens for choosing, tokens of the results) of a data set; the first rows are held out."""
     held = stream_rows(source, tokenizer, length, 2 * held_out, DATA)
     if len(held) < 2 * held_out:
         raise ValueError(f"{source!r} has {len(held)} rows, too few for {2 * held_out} that are held out")
@@ -123,16 +98,7 @@ def named_tokenizer(name: str) -> Any:
 
 
 def split_text(tokenizer: Any, length: int, rows_per_work: int) -> Split:
-    """Shakespeare's works in rows of `length` tokens.
-
-    Args:
-        tokenizer: of the model.
-        length: tokens of a row.
-        rows_per_work: rows taken from each held-out work, evenly spaced.
-
-    Raises:
-        MissingPackage: the package `shakespeare` is not installed.
-    """
+    """Shakespeare's works in rows of `length` tokens."""
     training = [name for name in works() if name not in {*VALIDATION, *TEST}]
     counts = (rows_per_work * len(VALIDATION), rows_per_work * len(TEST))
     return split_works(tokenizer, length, training, VALIDATION, TEST, *counts)
@@ -157,10 +123,6 @@ def split_works(
         test: likewise.
         held_out: validation rows, at most: a multiple of the works; and test rows, if these are not given.
         tested: test rows.
-
-    Raises:
-        MissingPackage: the package `shakespeare` is not installed.
-        ValueError: a work too short for its rows.
     """
 
     def tokens(work: str) -> list[int]:
@@ -212,20 +174,11 @@ class Stored(Dataset[dict[str, Tensor]]):
         return len(self.tokens)
 
     def __getitem__(self, index: int | Sequence[int]) -> dict[str, Tensor]:
-        """One row, or several at once."""
         return {"input_ids": torch.from_numpy(self.tokens[index].astype(np.int64))}
 
 
 def hub_rows(source: str, split: str) -> Iterable[dict[str, Any]]:
-    """Rows of a data set of the hub, streamed.
-
-    Args:
-        source: `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT`.
-        split: where the source names none.
-
-    Raises:
-        MissingExtra: `datasets` is not installed.
-    """
+    """Rows of a data set of the hub, streamed."""
     try:
         import datasets
     except ImportError as error:
@@ -237,15 +190,7 @@ def hub_rows(source: str, split: str) -> Iterable[dict[str, Any]]:
 
 
 def stream(source: str) -> Iterator[str]:
-    """Documents of a data set of the hub, as they come: nothing is downloaded as a whole.
-
-    Args:
-        source: see `hub_rows`; the column "text" is read.
-
-    Raises:
-        MissingExtra: `datasets` is not installed.
-        ValueError: a row without text under "text".
-    """
+    """Documents of a data set of the hub, as they come: nothing is downloaded as a whole."""
     for row in hub_rows(source, "train"):
         text = row.get("text")
         if not isinstance(text, str):
@@ -266,9 +211,6 @@ def stream_rows(source: str, tokenizer: Any, length: int, count: int, folder: Pa
         count: of rows; a data set with fewer has fewer.
         folder: for files of this kind; each has a name that follows from the other arguments.
         skip: documents that are left out at the start, such as those that are held out.
-
-    Raises:
-        ValueError: less than one row.
     """
     about = [source, getattr(tokenizer, "name_or_path", ""), len(tokenizer), length, count, skip]
     place = folder / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]

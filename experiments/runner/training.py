@@ -33,27 +33,15 @@ class Diverged(ValueError):
 
 @dataclass(frozen=True)
 class Loop:
-    """How long, and what is written when.
-
-    Attributes:
-        steps: of the optimiser.
-        rate: peak learning rate.
-        schedule: step from 0 -> factor of the rate.
-        clip: norm that gradients are clipped to.
-        parts: forward and backward passes of a step, each of its own data; several processes share them.
-        log_every: steps between two entries of the log, means of the losses since the last one.
-        measure_every: steps between two measurements; also made before the first step and after the last one. 0: only
-            then.
-        save_every: steps between two checkpoints; 0 for none. One more follows the last step, if there was one before.
-    """
-
-    steps: int
-    rate: float
-    schedule: Callable[[int], float]
-    clip: float = 1.0
-    parts: int = 1
-    log_every: int = 10
+    steps: int  # of the optimiser
+    rate: float  # peak learning rate
+    schedule: Callable[[int], float]  # step from 0 -> factor of the rate
+    clip: float = 1.0  # norm that gradients are clipped to
+    parts: int = 1  # forward and backward passes of a step, each of its own data; several processes share them
+    log_every: int = 10  # steps between two entries of the log, means of the losses since the last one
+    # steps between two measurements; also made before the first step and after the last one. 0: only then.
     measure_every: int = 0
+    # steps between two checkpoints; 0 for none. One more follows the last step, if there was one before.
     save_every: int = 100
 
 
@@ -93,11 +81,6 @@ def train(
         course: to write to; `measure` and `observe` may put tensors there, which are saved.
         generator: a sequential source of chance of the losses, whose state is saved with the rest.
         progress: of the steps.
-
-    Raises:
-        Diverged: a loss or gradient is NaN or infinite.
-        ValueError: the folder holds a run with other settings; or the launch is not what it says, or cannot train this
-            model, or shares a step's parts unevenly.
     """
     course = Course() if course is None else course
     identity = json.loads(json.dumps({**identity, "seed": seed}))
@@ -238,7 +221,6 @@ def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 @contextmanager
 def _own_chance() -> Generator[None]:
-    """Afterwards torch's generators are as they were."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         yield

@@ -8,18 +8,13 @@ from torch.nn import functional as F
 
 from attnflow.audit import check_alone
 from attnflow.audit.batch.alone import AloneReport, compare_alone
+from attnflow.models.subject import Subject
+from tests.leaks.alone import IDS, LEFT, ON_THE_LEFT, ON_THE_RIGHT, RIGHT
 from tests.models import AUDITED, ZOO, tiny
 
-IDS = torch.arange(5, 13).repeat(2, 1) + torch.tensor([[0], [20]])
-LEFT, RIGHT = (torch.ones(2, 8, dtype=torch.long) for _ in range(2))
-LEFT[0, :3] = 0
-RIGHT[0, 5:] = 0
 COUNTED = (LEFT.cumsum(-1) - 1).clamp(min=0)
-SIDES = {
-    "right": {"input_ids": IDS * RIGHT, "attention_mask": RIGHT},
-    "left": {"input_ids": IDS * LEFT, "attention_mask": LEFT},
-    "left, counted": {"input_ids": IDS * LEFT, "attention_mask": LEFT, "position_ids": COUNTED},
-}
+SIDES = {"right": ON_THE_RIGHT, "left": ON_THE_LEFT, "left, counted": {**ON_THE_LEFT, "position_ids": COUNTED}}
+LLAMA = tiny("Llama", torch.float32)
 PACKED = torch.cat([torch.arange(3), torch.arange(5)])
 END = torch.tensor([[5, 6, 7, 8, 40, 11, 12, 13, 40]])  # documents of 5 and 4 tokens, by their end tokens
 
@@ -239,8 +234,12 @@ def batch_norm():
     return Net(norm=nn.BatchNorm1d(16)).train(), {"ids": IDS}
 
 
+def calls(name, call, **more):
+    return lambda: (tiny(name, torch.float32, **more), call)
+
+
 def llama(**entries):
-    return lambda: (tiny("Llama", torch.float32, eos_token_id=40), {"input_ids": END, "use_cache": False, **entries})
+    return calls("Llama", {"input_ids": END, "use_cache": False, **entries}, eos_token_id=40)
 
 
 def restarts(*sizes):
@@ -251,20 +250,16 @@ FAULTS = {
     "the base model's mask forgotten": (forgotten_mask, [(0, 0, 3)], "it reads the padding"),
     "the encoder's mask forgotten": (forgotten_encoder_mask, [(0, 0, 0)], "the padding of encoder_hidden_states"),
     "positions count the padding": (
-        lambda: (tiny("GPT2", torch.float32), SIDES["left"]),
+        calls("GPT2", SIDES["left"]),
         [(0, 0, 3)],
         "the positions count the padding: pass position_ids",
     ),
     "position_ids count the padding": (
-        lambda: (tiny("GPT2", torch.float32), {**SIDES["left"], "position_ids": torch.arange(8).expand(2, -1)}),
+        calls("GPT2", {**SIDES["left"], "position_ids": torch.arange(8).expand(2, -1)}),
         [(0, 0, 3)],
         "they begin at 3",
     ),
-    "positions in learned tables of an encoder": (
-        lambda: (tiny("Bert", torch.float32), SIDES["left"]),
-        [(0, 0, 3)],
-        "the positions count the padding",
-    ),
+    "positions in tables of an encoder": (calls("Bert", ON_THE_LEFT), [(0, 0, 3)], "the positions count the padding"),
     "statistics of the batch": (batch_norm, [(0, 0, 0), (1, 0, 0)], "it reads the other rows"),
     "restart one token late": (llama(position_ids=restarts(6, 3)), [(0, 1, 5)], "restart one token late"),
     "restart one token early": (llama(position_ids=restarts(4, 5)), [(0, 0, 4), (0, 1, 5)], "restart one token early"),
@@ -283,21 +278,13 @@ FAULTS = {
         [(0, 1, 5)],
         "it reads the document before it",
     ),
-    "documents beside a cache": (
-        llama(position_ids=restarts(5, 4), use_cache=True),
-        [(0, 1, 5)],
-        "pass use_cache=False",
-    ),
+    "documents and a cache": (llama(position_ids=restarts(5, 4), use_cache=True), [(0, 1, 5)], "pass use_cache=False"),
     "positions that run on": (
-        lambda: (tiny("GPT2", torch.float32), {"input_ids": END, "attention_mask": pairs(5, 4)}),
+        calls("GPT2", {"input_ids": END, "attention_mask": pairs(5, 4)}),
         [(0, 1, 5)],
         "run on over the documents",
     ),
-    "padding without a mask": (
-        lambda: (tiny("Bert", torch.float32), {"input_ids": IDS * RIGHT}),
-        [(0, 0, 0)],
-        "it reads the padding",
-    ),
+    "padding without a mask": (calls("Bert", {"input_ids": IDS * RIGHT}), [(0, 0, 0)], "it reads the padding"),
 }
 
 
@@ -345,7 +332,7 @@ def test_a_loss_for_each_token_is_compared(rolled):
 
 def cache():
     with torch.no_grad():
-        return tiny("Llama", torch.float32)(IDS).past_key_values
+        return LLAMA(IDS).past_key_values
 
 
 def drawn(hidden, mask):
@@ -355,42 +342,26 @@ def drawn(hidden, mask):
 UNCOMPARED = {
     "one row, nothing to differ": (Net(), {"ids": IDS[:1]}, ""),
     "no batch axis": (Net(), {"ids": IDS[0]}, "no batch axis"),
-    "a cache": (
-        tiny("Llama", torch.float32),
-        lambda: {"input_ids": IDS, "past_key_values": cache()},
-        "states of earlier positions",
-    ),
+    "a cache": (LLAMA, lambda: {"input_ids": IDS, "past_key_values": cache()}, "states of earlier positions"),
     "random numbers": (Net(drawn), {"ids": IDS}, "drawn at random"),
     "another mode": (Net(norm=nn.BatchNorm1d(16)), {"ids": IDS}, "pass training=True"),
     "NaN": (Net(lambda hidden, mask: hidden * torch.nan), {"ids": IDS}, "NaN"),
     "an output of the batch": (Net(lambda hidden, mask: hidden.flatten(0, 1)[:9]), {"ids": IDS}, "shape"),
-    "an entry of the batch": (
-        tiny("Llama", torch.float32),
-        {"input_ids": IDS, "extra": torch.ones(3)},
-        "without an axis of the 2 rows",
-    ),
-    "images of the batch": (
-        tiny("Llama", torch.float32),
-        {"input_ids": IDS, "pixel_values": torch.ones(3, 4)},
-        "it belongs to the batch",
-    ),
+    "an entry of the batch": (LLAMA, {"input_ids": IDS, "extra": torch.ones(3)}, "without an axis of the 2 rows"),
+    "images of the batch": (LLAMA, {"input_ids": IDS, "pixel_values": torch.ones(3, 4)}, "it belongs to the batch"),
     "an image beside documents": (
-        tiny("Llama", torch.float32),
+        LLAMA,
         packed(position_ids=PACKED.expand(2, -1), pixel_values=torch.ones(2, 4)),
         "which is not known",
     ),
     "a mask whose sense is not known": (Net(), {"ids": IDS, "mask": LEFT}, "not one padding token"),
     "documents under another name": (
-        tiny("Llama", torch.float32),
+        LLAMA,
         {"input_ids": IDS, "document_ids": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]] * 2)},
         "is not read",
     ),
     "documents that forward does not take": (Net(), {"ids": IDS, "seq_lens": torch.tensor([3, 5, 8])}, "not take it"),
-    "padding of sound": (
-        tiny("Llama", torch.float32),
-        {"input_ids": IDS, "audio_attention_mask": torch.eye(2)},
-        "marks padding",
-    ),
+    "padding of sound": (LLAMA, {"input_ids": IDS, "audio_attention_mask": torch.eye(2)}, "marks padding"),
     "a part that is refused": (
         Net(lambda hidden, mask: hidden if len(hidden) == 2 else hidden[:, :0] @ hidden),
         {"ids": IDS},
@@ -481,7 +452,7 @@ def test_limits_choose_the_padded_rows_and_the_last_documents():
 
 def test_a_bound_call_needs_no_labels_and_names_its_places():
     model = tiny("Llama", torch.float32)
-    report = compare_alone(model, packed(), places=[(0, torch.arange(3, 8)), (1, torch.arange(8))])
+    report = compare_alone(Subject(model), packed(), places=[(0, torch.arange(3, 8)), (1, torch.arange(8))])
     assert [(d.row, d.document, d.column) for d in report.differences] == [(0, 0, 3)]
 
 

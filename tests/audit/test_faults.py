@@ -35,11 +35,6 @@ ATTENTION = {
 }
 
 
-@pytest.fixture(params=["perturb", "quick"])
-def mode(request):
-    return request.param
-
-
 def pair(target, source):
     allow = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
     allow[target, source] = True

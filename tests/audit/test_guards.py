@@ -12,6 +12,7 @@ from transformers import Trainer, TrainingArguments
 import attnflow as af
 from attnflow.audit import GuardCallback, guard
 from tests.audit.common import LENGTH, inputs, tiny, tokens, wrapped
+from tests.leaks.alone import ON_THE_LEFT, Rows, reads
 
 
 class Samples(Dataset):
@@ -297,46 +298,24 @@ def test_who_wants_a_log_gets_a_log_of_what_cannot_be_audited(caplog):
     assert "NOTHING AUDITED; 1 call could not be audited" in str(watching)
 
 
-class ReadsPadding(torch.nn.Module):
-    """Attention that forgets the mask: rows read the padding before them."""
-
-    def __init__(self, forgets):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head, self.forgets = torch.nn.Embedding(50, 16), torch.nn.Linear(16, 50), forgets
-
-    def forward(self, input_ids, attention_mask=None):
-        h = self.embed(input_ids)
-        real = torch.ones_like(input_ids) if self.forgets else attention_mask
-        h = h * real[..., None]
-        return self.head(h.cumsum(1) / real.cumsum(1).clamp(min=1)[..., None])
-
-
 @pytest.mark.parametrize("forgets", [True, False])
 def test_a_guard_compares_rows_with_themselves_alone(forgets, monkeypatch):
     """Where the audit has no order that forbids padding, the row alone still shows that it is read."""
     from attnflow.audit import guards
     from attnflow.audit.report import AuditReport
 
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
-    ids = torch.arange(5, 21).reshape(2, 8)
     silent = AuditReport((), "causal", "perturb", 0, 8, 2, 1, 1.0, 56, 0.0, ())
     monkeypatch.setattr(guards, "_in_its_mode", lambda *_: silent)
-    model = ReadsPadding(forgets)
+    model = Rows(reads(not forgets))
     with af.audit.guard(model, on_leak="log") as guard:
-        model(ids, attention_mask=mask)
+        model(**ON_THE_LEFT)
     assert guard.ok != forgets, guard
     if forgets:
         (violation,) = guard.reports[0].violations
         assert (violation.kind, violation.target_row, violation.target) == ("alone", 0, 3)
         assert "reads the padding" in str(violation)
-    attached = llama_under_documents()
+    attached = tiny("Llama")
+    af.masks.attach(attached, af.masks.document([4, 4]))
     with af.audit.guard(attached) as guard:
         attached(torch.arange(4, 12).repeat(2, 1), use_cache=False)
     assert guard.ok, guard
-
-
-def llama_under_documents():
-    model = tiny("Llama")
-    af.masks.attach(model, af.masks.document([4, 4]))
-    return model

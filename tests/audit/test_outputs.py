@@ -58,7 +58,6 @@ def report_on(output, leak, batch, mode="perturb"):
     return check(Returns(output, leak).eval(), ids, order=af.masks.causal(LENGTH), mode=mode)
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_a_leak_after_the_last_module(name, batch, mode):
@@ -186,7 +185,6 @@ POOLS = {  # how, side of the padding, what is wrong: pads are read, or the end 
 }
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 @pytest.mark.parametrize("name", POOLS)
 def test_which_token_is_pooled(name, mode):
     pool, side, wrong = POOLS[name]

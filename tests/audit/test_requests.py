@@ -1,8 +1,5 @@
 """What a model asks transformers for, against its configuration and the inputs; padding that no mask reaches."""
 
-import contextlib
-from functools import partial
-
 import peft
 import pytest
 import torch
@@ -13,6 +10,8 @@ from attnflow.audit import check
 from tests.audit.common import tiny, tokens
 from tests.audit.test_declared import pictured
 from tests.conformance.miniature import named
+from tests.leaks import requests
+from tests.leaks.requests import asking, pair, without
 
 LEFT = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
 POSITIONS = (LEFT.cumsum(-1) - 1).clamp(min=0)
@@ -22,77 +21,43 @@ def batch(**more):
     return {"input_ids": tokens(2, 8), "attention_mask": LEFT, "use_cache": False, **more}
 
 
-@contextlib.contextmanager
-def asking_for(name, change):
-    """transformers' maker of masks `name` is called as `change(maker, *args, **kwargs)` in every model's file."""
-    import sys
-
-    own = getattr(masking_utils, name)
-    replaced = partial(change, own)
-    files = [m for n, m in sys.modules.items() if n.startswith("transformers.models.") and vars(m).get(name) is own]
-    with pytest.MonkeyPatch.context() as patch:
-        for file in (masking_utils, *files):
-            patch.setattr(file, name, replaced)
-        yield
-
-
-def with_window(more):
-    def change(own, config, *args, **kwargs):
-        config.sliding_window += more
-        try:
-            return own(config, *args, **kwargs)
-        finally:
-            config.sliding_window -= more
-
-    return change
-
-
-def from_the_first_column(own, size, padding):
-    return own(size, torch.zeros_like(padding))
-
-
-def unpadded(own, config, inputs_embeds, attention_mask, *args, **kwargs):
-    return own(config, inputs_embeds, None, *args, **kwargs)
-
-
-def padded_before(own, config, inputs_embeds, attention_mask, *args, **kwargs):
+def padded_before(own, *args, attention_mask=None, **kwargs):
     """One position too late, as of a mask that was shifted."""
-    return own(config, inputs_embeds, attention_mask.roll(1, -1), *args, **kwargs)
+    return own(*args, attention_mask=attention_mask.roll(1, -1), **kwargs)
 
 
-def unpacked(own, *args, position_ids=None, **kwargs):
-    return own(*args, **kwargs)
+def chunks_from_the_first_column():
+    def change(own, size, padding):
+        return own(size, torch.zeros_like(padding))
+
+    given, maker = batch(position_ids=POSITIONS), "chunked_causal_mask_function"
+    return (asking(tiny("Llama4"), maker, change, masking_utils), given), (tiny("Llama4"), given)
 
 
-def plain(own, *args, **kwargs):
-    return masking_utils.create_causal_mask(*args, **kwargs)
-
-
-ROW = {"input_ids": tokens(1, 12), "use_cache": False}
-PACKED = {**ROW, "position_ids": torch.cat([torch.arange(5), torch.arange(7)])[None]}
-SLIDING, CAUSAL = "create_sliding_window_causal_mask", "create_causal_mask"
-REQUESTS = {  # model, its inputs, which maker of masks is changed and how, words of the finding
-    "chunks from column 0": ("Llama4", batch(position_ids=POSITIONS), "chunked_causal_mask_function",
-                             from_the_first_column, "asked for chunks of 4 from position 0"),
-    "a window that is one wider": ("Gemma2", ROW, SLIDING, with_window(1), "asked for window 5; the configuration"),
-    "a window that is one narrower": ("Gemma2", ROW, SLIDING, with_window(-1), "asked for window 3; the configuration"),
-    "a window that never binds": ("Gemma3", ROW, SLIDING, plain, "asked for causal; the configuration and inputs"),
-    "padding that is forgotten": ("Llama", batch(), CAUSAL, unpadded, "asked for 3 positions of padding"),
-    "padding in windows alone": ("Gemma2", batch(), SLIDING, unpadded, "positions of padding"),
-    "padding that is shifted": ("Llama", batch(), CAUSAL, padded_before, "asked for"),
-    "documents that are ignored": ("Llama", PACKED, CAUSAL, unpacked, "asked for earlier documents"),
-    "documents that windows ignore": ("Gemma2", PACKED, SLIDING, unpacked, "asked for earlier documents"),
+ROW = requests.ROW
+REQUESTS = {  # (leaky, clean), and words of the finding
+    **{name: (requests.CASES[name], words) for name, words in {
+        "a window that never binds": "asked for causal; the configuration and inputs",
+        "a window that is one wider": "asked for window 5; the configuration",
+        "a window that is one narrower": "asked for window 3; the configuration",
+        "a request that forgets padding": "asked for 3 positions of padding",
+        "a window that forgets padding": "positions of padding",
+        "a request that forgets documents": "asked for earlier documents",
+    }.items()},
+    "chunks from column 0": (chunks_from_the_first_column(), "asked for chunks of 4 from position 0"),
+    "padding that is shifted": (pair("Llama", requests.PADDED, requests.CAUSAL, padded_before), "asked for"),
+    "documents that windows ignore": (
+        pair("Gemma2", requests.PACKED, requests.SLIDING, without("position_ids")), "asked for earlier documents"
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REQUESTS)
 def test_a_request_against_the_configuration_and_the_inputs(case):
-    name, given, function, change, words = REQUESTS[case]
-    model = tiny(name)
+    ((leaky, given), (clean, _)), words = REQUESTS[case]
     looked = {"both_sides": False, "passes": 2, "watch": "layers"}
-    assert not [v for v in check(model, given, **looked).violations if v.kind == "request"]
-    with asking_for(function, change):
-        report = check(model, given, **looked)
+    assert not [v for v in check(clean, given, **looked).violations if v.kind == "request"]
+    report = check(leaky, given, **looked)
     (found,) = [v for v in report.violations if v.kind == "request"]
     assert words in found.why
     assert not report.ok
@@ -209,14 +174,12 @@ def bert():
     return transformers.BertLMHeadModel(config).eval()
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 @pytest.mark.parametrize("make", [crossing, bert])
 def test_padding_of_encoder_states(make, mode):
     model, mask = make(), torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
     given = {"input_ids": tokens(2, 8), "encoder_hidden_states": torch.randn(2, 6, 32), "encoder_attention_mask": mask}
     assert check(model, given, mode=mode).ok
-    with asking_for("create_bidirectional_mask", unpadded):
-        report = check(model, given, mode=mode)
+    report = check(asking(model, "create_bidirectional_mask", without("attention_mask")), given, mode=mode)
     (found,) = [v for v in report.violations if v.kind == "padding"]
     assert (found.target_row, found.why) == (0, "padding of encoder_hidden_states")
     assert not report.ok

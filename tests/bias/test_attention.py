@@ -11,33 +11,15 @@ from attnflow import masks
 from attnflow.bias import attention
 from attnflow.bias.attention import choose
 from attnflow.bias.call import Allow
-from tests.bias.cases import (
-    TERMS,
-    Additive,
-    Case,
-    Dense,
-    Offset,
-    Term,
-    make_call,
-    outcome,
-)
+from tests.bias.cases import TERMS, Additive, Case, Dense, Offset, Term, make_call, outcome
 
 BACKENDS = ["reference", "tiled"]
 
 
 def run(call, backend):
     """The call through the public function."""
-    return attention(
-        call.query,
-        call.key,
-        call.value,
-        call.terms,
-        call.allow,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        backend=backend,
-    )[0]
+    options = {name: getattr(call, name) for name in ("scale", "softcap", "sinks")}
+    return attention(call.query, call.key, call.value, call.terms, call.allow, backend=backend, **options)[0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

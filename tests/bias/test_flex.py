@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnflow.bias.attention import attention, flex_refuses, form_of, run_flex, score_mod
+from attnflow.bias.attention import attention, form_of, refusal, run_flex, score_mod
 from attnflow.bias.terms import per_head
 from attnflow.testing import tolerance
 from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64, plain, reference
@@ -13,11 +13,11 @@ from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64, pl
 
 def test_refuses_what_it_cannot_compute():
     call, _ = cast(Case().build(), requires_grad=True)
-    assert "no backward pass on the CPU" in (flex_refuses(call) or "")
+    assert "no backward pass on the CPU" in (refusal(call, "flex") or "")
     with torch.no_grad():
-        assert flex_refuses(call) is None
-    assert "sinks" in (flex_refuses(Case(sinks=True).build()) or "")
-    assert "float64" in (flex_refuses(cast(Case().build(), torch.float64, False)[0]) or "")
+        assert refusal(call, "flex") is None
+    assert "sinks" in (refusal(Case(sinks=True).build(), "flex") or "")
+    assert "float64" in (refusal(cast(Case().build(), torch.float64, False)[0], "flex") or "")
     with pytest.raises(ValueError, match="backend='flex' cannot compute this call: FlexAttention has no backward"):
         attention(call.query, call.key, call.value, call.terms, backend="flex")
 

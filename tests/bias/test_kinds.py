@@ -8,14 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from attnflow.bias import (
-    AlibiConfig,
-    CumulativeConfig,
-    CustomConfig,
-    DenseConfig,
-    GuidanceConfig,
-    attention,
-)
+from attnflow.bias import AlibiConfig, CumulativeConfig, CustomConfig, DenseConfig, GuidanceConfig, attention
 from attnflow.bias.config import BiasConfig, LayerShape, Vectors
 from attnflow.bias.kind import LayerBias
 from attnflow.bias.positions import buckets, slopes

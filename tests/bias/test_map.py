@@ -11,7 +11,7 @@ import torch
 
 from attnflow.bias import BiasMap
 from attnflow.bias.attention import weights_of
-from attnflow.bias.graph import Edge
+from attnflow.bias.graph import BiasEdge
 from attnflow.bias.hf.capture import observe
 from attnflow.bias.map import LayerMap, energy
 from tests.bias.cases import MASKS, Case, Guidance, bias_of
@@ -196,9 +196,9 @@ TRIANGLE = torch.ones(1, 3, 3, dtype=torch.bool).tril()
 
 def test_edges_are_positive_and_no_loops():
     found = table(BIAS, TRIANGLE)
-    assert found.graph(top_k=3).edges == (Edge(0, 1, 2.0), Edge(0, 2, 1.0), Edge(1, 2, 0.5))
-    assert found.graph(top_k=1).edges == (Edge(0, 1, 2.0), Edge(0, 2, 1.0))
-    assert found.graph(threshold=1.0).edges == (Edge(0, 1, 2.0), Edge(0, 2, 1.0))
+    assert found.graph(top_k=3).edges == (BiasEdge(0, 1, 2.0), BiasEdge(0, 2, 1.0), BiasEdge(1, 2, 0.5))
+    assert found.graph(top_k=1).edges == (BiasEdge(0, 1, 2.0), BiasEdge(0, 2, 1.0))
+    assert found.graph(threshold=1.0).edges == (BiasEdge(0, 1, 2.0), BiasEdge(0, 2, 1.0))
     assert found.graph(threshold=0.4, top_k=1).edges == found.graph(top_k=1).edges
     assert found.graph() == found.graph(top_k=2)
     assert found.graph(layer=0).about == "layer 0; the 2 strongest keys of each query"
@@ -207,7 +207,7 @@ def test_edges_are_positive_and_no_loops():
 def test_a_causal_graph_is_acyclic_and_a_bidirectional_one_may_not_be():
     assert make().graph(top_k=4).is_acyclic
     both = table([[0.0, 3.0], [1.0, 0.0]], causal=False).graph()
-    assert both.edges == (Edge(1, 0, 3.0), Edge(0, 1, 1.0))
+    assert both.edges == (BiasEdge(1, 0, 3.0), BiasEdge(0, 1, 1.0))
     assert not both.is_acyclic
 
 

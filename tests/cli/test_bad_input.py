@@ -126,7 +126,7 @@ OF_A_MODEL = [
     ("knowledge build notes.txt TINY", "notes.txt"),
     ("knowledge trace TINY 'I the of' --layer 2", "layer must be one of the traced [0, 1], got 2"),
     ("knowledge trace TINY 'I the of' --position 9", "position must be one of the traced"),
-    ("knowledge trace TINY 'I the of' --target 'I my'", "a target must be one token"),
+    ("knowledge trace TINY 'I the of' --target 'Imy-'", "expected one token"),
     ("knowledge trace TINY 'I the of' --top 3 --count 5", "lists more than the --top 3"),
     ("knowledge trace TINY ''", "the text is empty"),
     ("knowledge trace TINY", "give either a TEXT or --ids"),
@@ -155,22 +155,13 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-@pytest.fixture(scope="module")
-def bias(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A saved bias of the tiny model."""
-    model = af.load_model(tiny_model).model
-    af.bias.attach(model, af.bias.GuidanceConfig(hidden_dim=8, layers="every"))
-    return str(af.bias.save(model, tmp_path_factory.mktemp("bias") / "mine"))
-
-
 def refuse(*_: object, **__: object) -> None:
     raise AssertionError("a model was loaded, or the network was asked")
 
 
 def is_refused(run: Callable, words: list[str], message: str) -> None:
     before = sorted(Path().iterdir())
-    code, out, err = run(*words)
-    assert (code, out) == (2, "")
+    err = run.refused(*words)
     assert err.startswith("attnflow: ")
     assert message.lower() in err.lower()
     assert "unexpected error" not in err.lower()
@@ -186,8 +177,8 @@ def test_a_typo(run: Callable, monkeypatch: pytest.MonkeyPatch, command: str, me
 
 
 @pytest.mark.parametrize(("command", "message"), OF_A_MODEL, ids=[command for command, _ in OF_A_MODEL])
-def test_what_a_model_refuses(run: Callable, tiny_model: str, bias: str, command: str, message: str) -> None:
-    named = {"TINY": tiny_model, "BIAS": bias}
+def test_what_a_model_refuses(run: Callable, tiny_model: str, saved: str, command: str, message: str) -> None:
+    named = {"TINY": tiny_model, "BIAS": saved}
     is_refused(run, [named.get(word, word) for word in shlex.split(command)], message)
 
 

@@ -57,16 +57,10 @@ def test_a_finding_names_its_place_in_the_file(
     found = json.loads(run("audit", "batch", path, "--tokenizer", words, *pack, "--json").out)
     (mistake,) = found["mistakes"]
     unit, number = place.split()
-    assert (mistake["kind"], mistake[unit], mistake["position"], mistake["token"]) == (
-        *("unsupervised", int(number), 2),
-        "'<eos>'",
-    )
-    assert (found["schema"], found["rows"], found["of"], found["packed"]) == (
-        "attnflow.audit.batch/1",
-        4,
-        4,
-        bool(pack),
-    )
+    wanted = {"kind": "unsupervised", unit: int(number), "position": 2, "token": "'<eos>'"}
+    assert wanted.items() <= mistake.items()
+    head = {"schema": "attnflow.audit.batch/1", "rows": 4, "of": 4, "packed": bool(pack)}
+    assert head.items() <= found.items()
     assert found["report"]["ok"] is False
 
 
@@ -109,8 +103,7 @@ def test_the_first_rows_alone_are_read(run: Callable, tmp_path: Path) -> None:
 
 def test_a_model_reads_text_with_its_tokenizer(run: Callable, tmp_path: Path, tiny_model: str, words: str) -> None:
     path = write(tmp_path / "d.jsonl", [{"text": "the of and to"}, {"prompt": "the", "completion": "of"}][:1])
-    code, out, err = run("audit", "batch", path, "--model", tiny_model)
-    assert (code, err) == (0, "")
+    out = run.ok("audit", "batch", path, "--model", tiny_model)
     assert f"; {tiny_model}: LlamaForCausalLM" in out
     assert "labels: all tokens of text" in out
     bare = tmp_path / "bare"
@@ -158,8 +151,7 @@ def test_one_sentence_names_file_and_row(run: Callable, tmp_path: Path, words: s
     path = tmp_path / "d.jsonl"
     if rows is not None:
         write(path, rows)
-    code, out, err = run("audit", "batch", str(path), *([] if name == "no tokenizer" else ["--tokenizer", words]))
-    assert (code, out) == (2, "")
+    err = run.refused("audit", "batch", str(path), *([] if name == "no tokenizer" else ["--tokenizer", words]))
     assert err.startswith(f"attnflow: {tmp_path / 'd.jsonl'}")
     assert message in err
     assert err.count("\n") == 1
@@ -180,8 +172,7 @@ def test_files_of_other_kinds(run: Callable, tmp_path: Path, words: str) -> None
         (tmp_path, "is a folder: give one file of it"),
         (other, "qa.parquet, row 0: expected input_ids, messages, prompt with completion, or text, got answer"),
     ):
-        code, out, err = run("audit", "batch", str(path), "--tokenizer", words)
-        assert (code, out) == (2, "")
+        err = run.refused("audit", "batch", str(path), "--tokenizer", words)
         assert message in err
 
 

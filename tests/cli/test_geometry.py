@@ -26,8 +26,7 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_one_model_is_listed_by_layer(run: Callable, tiny_model: str) -> None:
-    code, out, err = run("geometry", tiny_model)
-    assert (code, err) == (0, "")
+    out = run.ok("geometry", tiny_model)
     scores = af.geometry.score(tiny_model, per_head=False)
     for row in scores:
         assert f"{row.symmetry:z.3f}" in out
@@ -39,17 +38,15 @@ def test_one_model_is_listed_by_layer(run: Callable, tiny_model: str) -> None:
 
 
 def test_several_models_are_one_table(run: Callable, tiny_model: str, t5: str) -> None:
-    code, out, err = run("geometry", tiny_model, t5, tiny_model)
-    assert (code, err) == (0, "")
+    out = run.ok("geometry", tiny_model, t5, tiny_model)
     assert out.count("2 layers") == 3  # the Llama once, T5's encoder and decoder
     assert "encoder, self: 2 layers" in out
     assert "norm" not in out.splitlines()[0]
 
 
 def test_json_is_what_the_library_says(run: Callable, tiny_model: str) -> None:
-    code, out, err = run("geometry", tiny_model, "--json", "--per-head", "--gamma", "1.5", "--mode", "norm")
+    out = run.ok("geometry", tiny_model, "--json", "--per-head", "--gamma", "1.5", "--mode", "norm")
     found = json.loads(out)
-    assert (code, err) == (0, "")
     assert (found["attnflow"], found["unscored"]) == ("GeometrySurvey", {})
     (back,) = GeometrySurvey.from_json(out).models
     assert back.matrices == af.geometry.score(tiny_model, 1.5, "norm").matrices
@@ -106,8 +103,7 @@ def test_a_defect_does_not_stop_the_others(run: Callable, tiny_model: str, monke
 @pytest.mark.parametrize("picture", ["plane", "layers", "heads"])
 def test_figures(run: Callable, tiny_model: str, tmp_path: Path, picture: str) -> None:
     target = tmp_path / "figure.svg"
-    code, out, _ = run("geometry", tiny_model, "-o", str(target), "--picture", picture)
-    assert code == 0
+    out = run.ok("geometry", tiny_model, "-o", str(target), "--picture", picture)
     assert f"written: {target}" in out
     assert parse_svg(target.read_text()).tag == "svg"
 
@@ -124,12 +120,10 @@ def test_report_shows_heads_and_failures(run: Callable, tiny_model: str, t5: str
 def test_what_no_config_says_is_an_option(run: Callable, tiny_model: str, tmp_path: Path) -> None:
     own = tmp_path / "own.safetensors"
     own.write_bytes((Path(tiny_model) / "model.safetensors").read_bytes())
-    code, _, err = run("geometry", str(own))
-    assert code == 2
+    err = run.refused("geometry", str(own))
     assert "--config num_attention_heads=12 on the command line" in err
-    code, out, _ = run("geometry", str(own), "--config", "num_attention_heads=4", "--json")
+    out = run.ok("geometry", str(own), "--config", "num_attention_heads=4", "--json")
     scores = GeometrySurvey.from_json(out).models[0]
-    assert code == 0
     expected = af.geometry.score(tiny_model, per_head=False)
     assert [row.directionality for row in scores] == [row.directionality for row in expected]
     assert [row.norm for row in scores] == [row.norm for row in expected]
@@ -139,8 +133,7 @@ WORDS = "I the of my I"
 
 
 def test_why_lists_the_leading_terms_and_they_sum_to_the_score(run: Callable, tiny_model: str) -> None:
-    code, out, err = run("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "2", "--count", "3")
-    assert (code, err) == (0, "")
+    out = run.ok("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "2", "--count", "3")
     assert max(map(len, out.splitlines()[1:])) <= 80
     assert not any(line != line.rstrip() for line in out.splitlines())
     found = af.geometry.attribute(af.load_model(tiny_model), WORDS, 1, 2)
@@ -176,10 +169,9 @@ def test_why_reads_the_text_from_stdin(run: Callable, tiny_model: str, monkeypat
 
 
 def test_why_chooses_the_head_that_looks_at_another_token(run: Callable, tiny_model: str) -> None:
-    code, out, _ = run("geometry", "why", tiny_model, WORDS, "--layer", "0")
+    out = run.ok("geometry", "why", tiny_model, WORDS, "--layer", "0")
     weights = af.geometry.attribute(af.load_model(tiny_model), WORDS, 0).weights
     best = int(weights[:, 1:-1].amax(1).argmax())
-    assert code == 0
     other = 1 + int(weights[best, 1:-1].argmax())
     words = "which has the most weight on a token besides the first and the query: “"
     assert out.startswith(f"{tiny_model}, layer 0, head {best}, {words}")
@@ -188,9 +180,8 @@ def test_why_chooses_the_head_that_looks_at_another_token(run: Callable, tiny_mo
 
 def test_why_of_a_key_raw_and_by_ids(run: Callable, tiny_model: str) -> None:
     words = ("--layer", "1", "--head", "1", "--key", "1", "--raw")
-    code, out, _ = run("geometry", "why", tiny_model, "--ids", "5,6,7", *words)
+    out = run.ok("geometry", "why", tiny_model, "--ids", "5,6,7", *words)
     found = af.geometry.attribute(af.load_model(tiny_model), [5, 6, 7], 1, 1)
-    assert code == 0
     assert "looks at “6” (1)" in out
     assert "centred" not in out
     (total,) = [line for line in out.splitlines() if line.endswith("sum: its score")]
@@ -240,16 +231,14 @@ def test_a_typo_in_the_name_of_a_command_is_not_read_as_a_model(run: Callable, t
 
 
 def test_why_of_cross_attention(run: Callable, t5: str) -> None:
-    code, out, err = run("geometry", "why", t5, "--ids", "5,6,7", "--layer", "1", "--attention", "cross")
-    assert (code, err) == (0, "")
+    out = run.ok("geometry", "why", t5, "--ids", "5,6,7", "--layer", "1", "--attention", "cross")
     assert "encoder" in out
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".html", ".csv", ".json"])
 def test_why_writes_files(run: Callable, tiny_model: str, tmp_path: Path, suffix: str) -> None:
     target = tmp_path / f"why{suffix}"
-    code, out, _ = run("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "2", "-o", str(target))
-    assert code == 0
+    out = run.ok("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "2", "-o", str(target))
     assert f"written: {target}" in out
     assert target.stat().st_size > 200
 

@@ -13,14 +13,13 @@ TEXT = "I the of thou with thy"
 
 
 def test_text(run, tiny_model):
-    code, out, err = run("knowledge", "trace", tiny_model, TEXT, "--count", "3")
-    assert (code, err) == (0, "")
+    out = run.ok("knowledge", "trace", tiny_model, TEXT, "--count", "3")
     lines = out.splitlines()
     assert lines[0] == tiny_model
     assert lines[1] == f"prompt {TEXT}"
     assert lines[2].startswith("token thy at position 5, target ")
     assert lines[3].endswith("of 96 entries are active")
-    assert lines[5].split()[:3] == ["layer", "token", "entry"]
+    assert lines[5].split()[:3] == ["token", "entry", "id"]
     assert len(lines) == 6 + 3
     assert all("thy (5)" in line for line in lines[6:])
 
@@ -46,7 +45,7 @@ def test_entries_are_taken_out(run, tiny_model):
     tried = [one.ablated_effect is not None for one in found.fired(-1)]
     assert tried == [True] * 4 + [False] * (len(tried) - 4)
     lines = run(*arguments, "--count", "5").out.splitlines()
-    assert {"direct", "ablated"} < set(lines[5].split())
+    assert {"effect", "direct", "ablated"} < set(lines[5].split())
     refused = run(*arguments, "--top", "3", "--count", "2")
     assert refused.code == 2
     assert "--ablate 4 takes out more than the --top 3" in refused.err
@@ -55,8 +54,7 @@ def test_entries_are_taken_out(run, tiny_model):
 def test_files(run, tiny_model, tmp_path):
     for suffix in ("svg", "png", "html", "csv", "json"):
         file = tmp_path / f"trace.{suffix}"
-        code, out, err = run("knowledge", "trace", tiny_model, TEXT, "--top", "5", "--count", "5", "-o", str(file))
-        assert (code, err) == (0, "")
+        out = run.ok("knowledge", "trace", tiny_model, TEXT, "--top", "5", "--count", "5", "-o", str(file))
         assert out.splitlines()[-1] == f"written: {file}"
     saved = Trace.from_json((tmp_path / "trace.json").read_text())
     assert saved.model == tiny_model

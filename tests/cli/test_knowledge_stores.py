@@ -29,22 +29,19 @@ def entries(place):
 
 def test_feed_forward_entries_of_a_model(run, tmp_path, tiny_model, store):
     place = str(tmp_path / "entries")
-    code, out, err = run("knowledge", "build", place, tiny_model)
-    assert (code, err) == (0, "")
+    out = run.ok("knowledge", "build", place, tiny_model)
     assert out.startswith(f"{place} (lancedb): 96 entries of width 98 and 2 threshold columns")
     assert f"encoder    from_ffn:{tiny_model}: 96 entries" in out
     assert [entry.source for entry in entries(place)] == ["layer 0"] * 48 + ["layer 1"] * 48
     assert run("knowledge", "stats", place).out == out
-    code, _, err = run("knowledge", "build", place, tiny_model)
-    assert code == 2
+    err = run.refused("knowledge", "build", place, tiny_model)
     assert "already holds 96 entries: name a new store" in err
     assert run("knowledge", "build", store, tiny_model).code == 2
     assert len(entries(store)) == 5
 
 
 def test_stats(run, store):
-    code, out, _ = run("knowledge", "stats", store)
-    assert code == 0
+    out = run.ok("knowledge", "stats", store)
     assert out.splitlines()[0].startswith(f"{store} (lancedb): 5 entries of width 16, ")
     assert "encoder    by hand: 5 entries" in out
     assert "duplicates" not in out

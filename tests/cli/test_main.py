@@ -34,8 +34,7 @@ def commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("command", [[], ["mask"], ["bias"], ["geometry"], *commands()], ids=" ".join)
 def test_help(run: Callable, command: list[str]) -> None:
-    code, out, err = run(*command, "--help")
-    assert (code, err) == (0, "")
+    out = run.ok(*command, "--help")
     assert max(map(len, out.splitlines())) <= 80
     assert not any(line.rstrip().endswith("...") for line in out.splitlines()[1:]), "a summary was cut"
 
@@ -53,8 +52,7 @@ def test_an_unexpected_error_is_no_finding(run: Callable, monkeypatch: pytest.Mo
         raise KeyError("planted")
 
     monkeypatch.setattr(mask, "print_json", explode)
-    code, out, err = run("mask", "list", "--json")
-    assert (code, out) == (2, "")
+    err = run.refused("mask", "list", "--json")
     assert "unexpected KeyError: 'planted'" in err
     assert "defect of attnflow" in err
     assert "Traceback" not in err
@@ -136,8 +134,7 @@ def test_a_closed_pipe_is_no_finding() -> None:
 
 
 def test_doctor(run: Callable) -> None:
-    code, out, err = run("doctor")
-    assert (code, err) == (0, "")
+    out = run.ok("doctor")
     assert out.startswith("everything needed is installed")
     assert "transformers" in out
     assert "PyTorch version" not in out
@@ -151,8 +148,7 @@ def test_doctor(run: Callable) -> None:
 def test_doctor_names_packages_that_are_newer_than_any_tried(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version, "NEWEST_TRIED", {"transformers": "4.57", "peft": "0.1", "torch": "99.0"})
     monkeypatch.setattr(single, "NEWEST_TRIED", version.NEWEST_TRIED)
-    code, out, err = run("doctor")
-    assert (code, err) == (0, "")
+    out = run.ok("doctor")
     verdict, *newer = out.split("\n\n")[0].splitlines()
     assert verdict == "everything needed is installed"
     assert [line.split()[0] for line in newer if "newest" in line] == ["transformers", "peft"]

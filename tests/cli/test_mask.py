@@ -17,28 +17,21 @@ from attnflow.tasks import derivation
 
 
 def test_text(run: Callable) -> None:
-    code, out, err = run("mask", "list")
-    assert (code, err) == (0, "")
+    out = run.ok("mask", "list")
     assert "sliding_window(n, window, causal=true)\n    Causal: q - window < k <= q" in out
     assert max(map(len, out.splitlines())) <= 80
     assert not any(line != line.rstrip() for line in out.splitlines())
 
 
 def test_json_lists_every_mask_of_the_catalogue(run: Callable) -> None:
-    code, out, err = run("mask", "list", "--json")
-    assert (code, err) == (0, "")
+    out = run.ok("mask", "list", "--json")
     found = json.loads(out)
     assert found["schema"] == "attnflow.mask.list/1"
     assert {mask["name"] for mask in found["masks"]} == set(named_masks())
     document = next(mask for mask in found["masks"] if mask["name"] == "document")
     assert document["signature"] == 'document(lengths, inner="causal")'
-    assert document["parameters"][1] == {
-        "name": "inner",
-        "kind": "text",
-        "required": False,
-        "default": "causal",
-        "choices": ["causal", "full"],
-    }
+    inner = {"name": "inner", "kind": "text", "required": False, "default": "causal", "choices": ["causal", "full"]}
+    assert document["parameters"][1] == inner
     for mask in found["masks"]:
         assert mask["relation"]
         assert mask["example"].startswith(f"attnflow mask show {mask['name']} ")
@@ -56,8 +49,7 @@ def test_a_file_stands_for_its_mask(run: Callable, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("name", sorted(named_masks()))
 def test_every_example_shows_its_mask(run: Callable, name: str, tmp_path: Path) -> None:
-    code, out, err = run("mask", "show", name, *example(name).split())
-    assert (code, err) == (0, "")
+    out = run.ok("mask", "show", name, *example(name).split())
     assert out.startswith(f"{name}(")
     assert max(map(len, out.splitlines())) <= 80
     assert not any(line != line.rstrip() for line in out.splitlines())
@@ -76,8 +68,7 @@ def test_picture_and_numbers(run: Callable) -> None:
 
 
 def test_json(run: Callable) -> None:
-    code, out, err = run("mask", "show", "butterfly", "--n", "5", "--block-size", "4", "--json")
-    assert (code, err) == (0, "")
+    out = run.ok("mask", "show", "butterfly", "--n", "5", "--block-size", "4", "--json")
     found = json.loads(out)
     mask = af.masks.butterfly(5)
     flow = af.order.analyze(mask)
@@ -117,8 +108,7 @@ def test_masks_without_an_order_say_why(run: Callable, monkeypatch: pytest.Monke
 
 def test_svg_and_html(run: Callable, tmp_path: Path) -> None:
     svg, html = (tmp_path / f"mask.{kind}" for kind in ("svg", "html"))
-    code, out, _ = run("mask", "show", "causal", "-o", str(svg))
-    assert code == 0
+    out = run.ok("mask", "show", "causal", "-o", str(svg))
     assert f"written             {svg}" in out
     assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
     assert json.loads(run("mask", "show", "causal", "-o", str(html), "--json").out)["name"] == "causal"
@@ -139,8 +129,7 @@ def next_token(mask: object, n: int = 4) -> dict[str, object]:
 
 def test_a_task_that_is_clean(run: Callable, tmp_path: Path) -> None:
     file = write_task(tmp_path, next_token({"name": "causal", "parameters": {"n": 4}}))
-    code, out, err = run("mask", "check", file)
-    assert (code, err) == (0, "")
+    out = run.ok("mask", "check", file)
     assert out.startswith("no label leaks within any number of layers\n")
     assert "dead positions: [3]" in out
 
@@ -166,8 +155,7 @@ def test_tasks_that_the_package_writes(run: Callable, tmp_path: Path) -> None:
     merged = af.tasks.merge(af.tasks.butterfly([5, 6, 7, 8]))
     file = write_task(tmp_path, merged.task.to_dict())
     assert run("mask", "check", file).code == 0
-    code, out, _ = run("mask", "show", file, "--json")
-    assert code == 0
+    out = run.ok("mask", "show", file, "--json")
     assert json.loads(out)["allowed_pairs"] == af.masks.butterfly(4).nnz
 
 
@@ -189,8 +177,7 @@ def test_every_family_merges_to_its_closed_form(run: Callable, arguments: list[s
     assert (code, err, found["schema"], found["ok"]) == (0, "", "attnflow.mask.merge/1", True)
     assert (len(found["task"]["inputs"]), found["nodes"], found["is_minimal"]) == (size, nodes, True)
     assert (found["equals_closed_form"], found["check"]["ok"]) == (True, True)
-    code, out, err = run("mask", "merge", *arguments)
-    assert (code, err) == (0, "")
+    out = run.ok("mask", "merge", *arguments)
     assert "the least possible" in out
     assert "leaks           none: proved for any number of layers" in out
     assert f"closed form     equal to {found['closed_form']}" in out
@@ -219,8 +206,7 @@ def test_a_difference_from_the_formula_is_a_finding(run: Callable, monkeypatch: 
 @pytest.mark.parametrize("to", sorted(af.masks.export.FORMATS))
 def test_every_format(run: Callable, to: str, tmp_path: Path) -> None:
     mask = af.masks.causal(6)
-    code, out, err = run("mask", "export", "causal", "--n", "6", "--to", to, "--json")
-    assert (code, err) == (0, "")
+    out = run.ok("mask", "export", "causal", "--n", "6", "--to", to, "--json")
     assert af.masks.from_json(out) == mask
     assert json.loads(out) == json.loads(af.masks.export.FORMATS[to](mask).to_json())
     file = tmp_path / "mask.json"

@@ -7,15 +7,14 @@ import attnflow as af
 
 def test_mask(run: Callable, tmp_path: Path) -> None:
     target = tmp_path / "mask.html"
-    code, out, err = run("report", "butterfly", "--n", "5", "-o", str(target), "--json")
+    out = run.ok("report", "butterfly", "--n", "5", "-o", str(target), "--json")
     found = json.loads(out)
-    assert (code, err) == (0, "")
     assert found["schema"] == "attnflow.report/1"
     assert (found["title"], found["ok"], found["written"]) == ("butterfly(n=5)", True, str(target))
     assert found["bytes"] == target.stat().st_size < 2_000_000
     assert {"mask", "order", "blocks"} <= set(found["sections"])
     assert target.read_text().startswith("<!doctype html>")
-    code, out, _ = run("report", "butterfly", "--n", "5", "-o", str(target))
+    out = run.ok("report", "butterfly", "--n", "5", "-o", str(target))
     assert out.startswith(f"butterfly(n=5): {target} (")
 
 
@@ -35,9 +34,8 @@ def test_task_and_its_leak(run: Callable, tmp_path: Path) -> None:
 
 def test_model(run: Callable, tiny_model: str, tmp_path: Path, masked: Callable) -> None:
     target = tmp_path / "model.html"
-    code, out, err = run("report", tiny_model, "--text", "the rest of my life", "-o", str(target), "--json")
+    out = run.ok("report", tiny_model, "--text", "the rest of my life", "-o", str(target), "--json")
     found = json.loads(out)
-    assert (code, err) == (0, "")
     assert found["ok"]
     assert {"audit", "order"} <= set(found["sections"])
     masked(af.masks.full(8))

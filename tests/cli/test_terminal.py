@@ -48,7 +48,7 @@ ERRORS = [command for command, _ in CASES]
 
 @pytest.fixture
 def shown(
-    run: Callable, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable, tiny_model: str, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], tuple[list[str], str]]:
     """shown(command): the lines on a terminal of 80 columns, and what a pipe gets."""
     monkeypatch.chdir(tmp_path)
@@ -67,14 +67,9 @@ def shown(
     odd = np.tril(np.ones((40, 40), bool))
     odd[3], odd[5, 20] = False, True
     np.save("odd.npy", odd)
-    bias = tmp_path / "a-bias"
 
     def call(command: str) -> tuple[list[str], str]:
-        if "BIAS" in command:
-            model = load_model(tiny_model).model
-            af.bias.attach(model, af.bias.GuidanceConfig(hidden_dim=8, layers="every"))
-            af.bias.save(model, bias)
-        words = [{"TINY": tiny_model, "BIAS": str(bias)}.get(word, word) for word in shlex.split(command)]
+        words = [{"TINY": tiny_model, "BIAS": saved}.get(word, word) for word in shlex.split(command)]
         code, out, err = run(*words)
         for name in ("store", "edited"):
             shutil.rmtree(name, ignore_errors=True)

@@ -12,7 +12,7 @@ import attnflow as af
 from tests.conformance import inputs as made
 from tests.conformance import oracles
 from tests.conformance.inputs import LENGTH, Inputs
-from tests.conformance.miniature import NotBuilt
+from tests.conformance.miniature import NotBuilt, Wrong
 
 _CLEAR, _LITTLE = (
     1e-3,
@@ -38,9 +38,9 @@ def rows_alone(model: PreTrainedModel) -> str:
         right = {(row, sum(other[0] == row and other[1] < start for other in places)) for row, start, _ in differ}
         pooled = {(d.row, d.document) for d in report.differences if d.column is None}
         if right - said and not report.uncompared:
-            raise _wrong(f"{name}: {sorted(right - said)} differ from the row alone, and the report says {report!r}")
+            raise Wrong(f"{name}: {sorted(right - said)} differ from the row alone, and the report says {report!r}")
         if said - right - pooled:
-            raise _wrong(f"{name}: false alarm: {report.differences[0]}")
+            raise Wrong(f"{name}: false alarm: {report.differences[0]}")
         answers.append(f"{name}: {report.verdict}")
     if not answers:
         raise NotBuilt("no padded or packed call runs, in a batch and alone")
@@ -105,9 +105,3 @@ def _outputs(model: PreTrainedModel, call: Inputs) -> list[Tensor]:
         raise NotBuilt(f"{type(model).__name__} returns no tensor of [batch, positions]")
     encoder = getattr(result, "encoder_last_hidden_state", None)
     return seen if encoder is None else [*seen, encoder]
-
-
-def _wrong(message: str) -> Exception:
-    from tests.conformance.cells import Wrong  # which imports this file
-
-    return Wrong(message)

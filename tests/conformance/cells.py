@@ -28,7 +28,7 @@ from tests.conformance import oracles, senses
 from tests.conformance.alone import rows_alone
 from tests.conformance.inputs import LENGTH, Inputs
 from tests.conformance.loss import loss_read
-from tests.conformance.miniature import NotBuilt
+from tests.conformance.miniature import NotBuilt, Wrong
 
 Code = Literal["works", "refused", "unclear", "wrong", "none"]
 _CLEAR = (af.AttnflowError, ValueError, TypeError, RuntimeError)
@@ -41,10 +41,6 @@ class Cell:
 
     code: Code
     reason: str = ""
-
-
-class Wrong(Exception):
-    """The feature answered, and the oracle says otherwise."""
 
 
 def cell(feature: Callable[[PreTrainedModel], str | None], model: PreTrainedModel) -> Cell:
@@ -84,8 +80,6 @@ def markdown(text: str) -> str:
 
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """No cell may hang."""
-
     def late(_: int, __: FrameType | None) -> None:
         raise TimeoutError(f"no answer in {seconds} s")
 
@@ -143,7 +137,6 @@ def audit_packed(model: PreTrainedModel) -> str:
 
 
 def audit_padded(model: PreTrainedModel) -> str:
-    """A batch with padding on the left."""
     return _audit(model, _of_one_stack(model, made.padded(model), "attention_mask", "a padded batch is"))
 
 
@@ -167,7 +160,6 @@ def audit_cached(model: PreTrainedModel) -> str:
 
 
 def audit_image(model: PreTrainedModel) -> str:
-    """Text around an image."""
     return _audit(model, made.with_image(model))
 
 
@@ -292,7 +284,7 @@ def geometry_scored(model: PreTrainedModel) -> str:
     if not shared:
         raise Wrong(f"scores {sorted(map(str, rows))[:2]}, and attention is in {sorted(seen)[:2]}")
     for name in shared:
-        s, d = oracles.symmetry(*seen[name]), oracles.directionality(*seen[name])
+        s, d = oracles.geometry(*seen[name])
         row = rows[name]
         if abs(row["symmetry"] - s) > 1e-4 or abs(row["directionality"] - d) > 1e-3:
             raise Wrong(

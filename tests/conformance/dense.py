@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.conformance.oracles import directionality, symmetry
+from tests.conformance import oracles
 
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD = 2, 32, 4, 2, 8
 VOCABULARY = 64
@@ -131,13 +131,12 @@ def loss(out: Tensor, labels: Tensor) -> Tensor:
 
 
 def geometry(weights: Weights, adapted: bool) -> list[tuple[float, float]]:
-    """S and D of every layer."""
     call = Call(*[torch.empty(0)] * 3, adapted=adapted)
     scores: list[tuple[float, float]] = []
     for number in range(LAYERS):
         path = f"model.layers.{number}.self_attn."
         q, k = (_matrix(weights, f"{path}{one}_proj", call).detach().mT.unflatten(-1, (-1, HEAD)) for one in "qk")
-        scores.append((symmetry(q, k), directionality(q, k)))
+        scores.append(oracles.geometry(q, k))
     return scores
 
 

@@ -152,24 +152,16 @@ class _Lossless(QuantizedLayer):
         return tensor.clone()
 
 
-def dynamic(scene: Scene) -> None:
-    scene.caches = DynamicCache
+def quantised() -> Cache:
+    return Cache(layers=[_Lossless(residual_length=3) for _ in range(dense.LAYERS)])
 
 
-def static(scene: Scene) -> None:
-    scene.options["cache_implementation"] = "static"
+def sets(name: str, value: object) -> Callable[[Scene], None]:
+    return lambda scene: setattr(scene, name, value)
 
 
-def quantised(scene: Scene) -> None:
-    scene.caches = lambda: Cache(layers=[_Lossless(residual_length=3) for _ in range(dense.LAYERS)])
-
-
-def offloaded_cache(scene: Scene) -> None:
-    scene.options["cache_implementation"] = "offloaded"
-
-
-def beams(scene: Scene) -> None:
-    scene.options["num_beams"] = 3
+def option(name: str, value: object) -> Callable[[Scene], None]:
+    return lambda scene: scene.options.update({name: value})
 
 
 def assisted(scene: Scene) -> None:
@@ -181,18 +173,6 @@ def assisted(scene: Scene) -> None:
     scene.options["assisted"] = helper
 
 
-def chunked(scene: Scene) -> None:
-    scene.options["prefill_chunk_size"] = 3
-
-
-def padding(scene: Scene) -> None:
-    scene.padded = True
-
-
-def packing(scene: Scene) -> None:
-    scene.packed = True
-
-
 def compiled(scene: Scene) -> None:
     torch.compiler.reset()
     scene.model.compile(backend="eager")
@@ -200,18 +180,13 @@ def compiled(scene: Scene) -> None:
         scene.plain()  # so that what comes later must be noticed
 
 
-def _copied(scene: Scene, copied: Any) -> None:
-    if scene.handles:
-        scene.copied.append(scene.model)
-    scene.model = copied
+def copied(copy_of: Callable[[Any], Any]) -> Callable[[Scene], None]:
+    def put(scene: Scene) -> None:
+        if scene.handles:
+            scene.copied.append(scene.model)
+        scene.model = copy_of(scene.model)
 
-
-def deepcopied(scene: Scene) -> None:
-    _copied(scene, copy.deepcopy(scene.model))
-
-
-def pickled(scene: Scene) -> None:
-    _copied(scene, pickle.loads(pickle.dumps(scene.model)))
+    return put
 
 
 def ddp(scene: Scene) -> None:
@@ -242,10 +217,6 @@ def half(scene: Scene) -> None:
     scene.rounding = 0.02
 
 
-def threads(scene: Scene) -> None:
-    scene.mode = "threads"
-
-
 FEATURES = {
     feature.name: feature
     for feature in (
@@ -259,23 +230,23 @@ FEATURES = {
         Feature("LoRA", lora, place=1),
         Feature("gradient checkpointing", checkpointing, place=4),
         Feature("NEFTune", neftune, place=4),
-        Feature("dynamic cache", dynamic, decodes=True, group="cache"),
-        Feature("static cache", static, decodes=True, group="cache"),
-        Feature("quantised cache", quantised, decodes=True, group="cache"),
-        Feature("offloaded cache", offloaded_cache, decodes=True, group="cache"),
-        Feature("beams", beams, decodes=True),
+        Feature("dynamic cache", sets("caches", DynamicCache), decodes=True, group="cache"),
+        Feature("static cache", option("cache_implementation", "static"), decodes=True, group="cache"),
+        Feature("quantised cache", sets("caches", quantised), decodes=True, group="cache"),
+        Feature("offloaded cache", option("cache_implementation", "offloaded"), decodes=True, group="cache"),
+        Feature("beams", option("num_beams", 3), decodes=True),
         Feature("assisted generation", assisted, decodes=True),
-        Feature("chunked prefill", chunked, decodes=True),
-        Feature("left padding", padding),
-        Feature("packed rows", packing),
+        Feature("chunked prefill", option("prefill_chunk_size", 3), decodes=True),
+        Feature("left padding", sets("padded", True)),
+        Feature("packed rows", sets("packed", True)),
         Feature("torch.compile", compiled, place=8),
-        Feature("deepcopy", deepcopied, place=5),
-        Feature("pickle", pickled, place=5),
+        Feature("deepcopy", copied(copy.deepcopy), place=5),
+        Feature("pickle", copied(lambda model: pickle.loads(pickle.dumps(model))), place=5),
         Feature("DDP", ddp, place=7, group="processes"),
         Feature("FSDP2", fsdp, place=6, group="processes"),
         Feature("offload", offloaded, place=2),
         Feature("half precision", half, place=0),
-        Feature("threads", threads),
+        Feature("threads", sets("mode", "threads")),
     )
 }
 DISTRIBUTED = {name for name, feature in FEATURES.items() if feature.group == "processes"}

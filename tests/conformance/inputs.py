@@ -42,7 +42,6 @@ def text(model: PreTrainedModel, length: int = LENGTH, batch: int = 1) -> Inputs
 
 
 def beside(model: PreTrainedModel, batch: int = 1) -> Inputs:
-    """What the model asks for beside its ids."""
     found: Inputs = model.__dict__.get("beside", {})
     return {name: value.repeat(batch, *[1] * (value.dim() - 1)) for name, value in found.items()}
 
@@ -85,11 +84,7 @@ def padded(model: PreTrainedModel) -> Inputs:
 
 
 def with_image(model: PreTrainedModel) -> Inputs:
-    """Text around one image: the placeholders as many as the model asks for.
-
-    Raises:
-        NotBuilt: no layout of pixels was accepted; the reasons, one per try.
-    """
+    """Text around one image: the placeholders as many as the model asks for."""
     config = model.config
     names = ("image_token_id", "image_token_index", "img_token_id")
     token = next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

@@ -21,7 +21,7 @@ import attnflow as af
 from tests.conformance import inputs as made
 from tests.conformance import oracles
 from tests.conformance.inputs import LENGTH, Inputs
-from tests.conformance.miniature import NotBuilt
+from tests.conformance.miniature import NotBuilt, Wrong
 
 IGNORED = -100
 _HIDDEN = 4  # the token that hides others, of models that read both ways
@@ -49,25 +49,25 @@ def loss_read(model: PreTrainedModel) -> str:
     report = af.audit.check_loss(model, batch)
     if not plain:
         if report.ok:
-            raise _wrong("false clean: labels do not train one position each, and the report says no mistake")
+            raise Wrong("false clean: labels do not train one position each, and the report says no mistake")
         return f"{report.verdict}: labels do not train one position each"
     shown = {(r.sequence, at): r for r in report.trained for at in range(r.first, r.last + 1)}
     for label in truth:
         run = shown.pop((label.row, label.position), None)
         if run is None or (label.weight is not None and abs(run.weight / label.weight - 1) > _CLOSE):
-            raise _wrong(f"{label} is shown as {run}; {report.untested}")
+            raise Wrong(f"{label} is shown as {run}; {report.untested}")
         if run.label != label.column - label.position:
-            raise _wrong(f"{label} is shown as {run}")
+            raise Wrong(f"{label} is shown as {run}")
     if shown:
-        raise _wrong(f"not trained by any label, and shown: {next(iter(shown.values()))}")
+        raise Wrong(f"not trained by any label, and shown: {next(iter(shown.values()))}")
     if report.mistakes:
-        raise _wrong(f"false alarm: {report.mistakes[0]}")
+        raise Wrong(f"false alarm: {report.mistakes[0]}")
     if not report.ok:
         return f"{report.verdict}: {report.untested}"
     for name, step, other in _mistakes(model, batch, truth):
         found = af.audit.check_loss(step, other, model)
         if not found.mistakes:
-            raise _wrong(f"{name}: {found.verdict} {found.untested}")
+            raise Wrong(f"{name}: {found.verdict} {found.untested}")
     return f"{report.loss[0]}; {report.trained[0].label}" + "".join(f"; {term}" for term in report.loss[1:])
 
 
@@ -163,7 +163,6 @@ def _gradient(model: PreTrainedModel, batch: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _mistakes(model: PreTrainedModel, batch: Inputs, truth: list[Trained]) -> Iterator[tuple[str, Any, Inputs]]:
-    """What is wrong, the loss, and the batch."""
     labels, taken = batch["labels"], inspect.signature(model.forward).parameters
     masked = bool((batch["input_ids"] == _HIDDEN).any())
     decoder = getattr(model.config, "is_encoder_decoder", False)
@@ -204,9 +203,3 @@ def _written(model: PreTrainedModel, truth: list[Trained], weights: list[float],
         return torch.stack(terms).sum()
 
     return step
-
-
-def _wrong(message: str) -> Exception:
-    from tests.conformance.cells import Wrong  # which imports this file
-
-    return Wrong(message)

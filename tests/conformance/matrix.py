@@ -30,7 +30,6 @@ class Row:
 
 
 def rows_of(architecture: Architecture, features: Iterable[str] = FEATURES) -> list[Row]:
-    """Every feature, or some, on one class."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     try:
@@ -45,7 +44,6 @@ def rows_of(architecture: Architecture, features: Iterable[str] = FEATURES) -> l
 
 
 def run(chosen: Iterable[Architecture], workers: int, features: Iterable[str] = FEATURES) -> Iterator[list[Row]]:
-    """The rows of each class, as they come."""
     with ProcessPoolExecutor(workers) as pool:
         futures = [pool.submit(rows_of, architecture, tuple(features)) for architecture in chosen]
         for future in as_completed(futures):
@@ -53,7 +51,6 @@ def run(chosen: Iterable[Architecture], workers: int, features: Iterable[str] = 
 
 
 def read(path: Path = FILE) -> dict[tuple[str, str], Row]:
-    """The committed matrix, by class and feature."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:

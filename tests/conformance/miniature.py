@@ -219,6 +219,10 @@ def architectures() -> Iterator[Architecture]:
                 yield Architecture(model_type, name, kind)
 
 
+class Wrong(Exception):
+    """A feature answered, and the oracle says otherwise."""
+
+
 class NotBuilt(Exception):
     """No small configuration of a class was accepted: the reasons, one per try."""
 
@@ -256,7 +260,6 @@ def build(architecture: Architecture) -> PreTrainedModel:
 
 
 def named(name: str) -> PreTrainedModel:
-    """The miniature of a class."""
     return build(next(architecture for architecture in architectures() if architecture.name == name))
 
 
@@ -309,7 +312,6 @@ def shrink(config: PreTrainedConfig, narrow: bool, **changes: object) -> PreTrai
 
 
 def small_config(kind: type[PreTrainedConfig], **changes: object) -> PreTrainedConfig:
-    """The default configuration of a kind, made small."""
     return shrink(kind(**_REQUIRED.get(kind.model_type, {})), True, **changes)
 
 

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.conformance.inputs import HIGHEST, LOWEST, Inputs
 from tests.conformance.miniature import NotBuilt
+from tests.geometry import oracle
 
 SEEDS = 2  # other tokens that are put into every position
 _WATCHED = "conformance"
@@ -336,24 +337,10 @@ def _neutralise(module: nn.Module, stack: ExitStack) -> None:
             stack.callback(part.register_forward_hook(lambda _, args, __: args[0]).remove)
 
 
-def symmetry(query: Tensor, key: Tensor) -> float:
-    """S of the sum of the heads' forms W_q^T W_k (geometry, def. 3.1), by forming it."""
-    groups = query.shape[1] // key.shape[1]
-    product = torch.einsum("ihc,jhc->ij", query, key.repeat_interleave(groups, 1))
-    return float((product * product.mT).sum() / product.square().sum())
-
-
-def directionality(query: Tensor, key: Tensor, gamma: float = 2.0) -> float:
-    """D of the same matrix (geometry, def. 3.2, by what exceeds the threshold)."""
-    groups = query.shape[1] // key.shape[1]
-    product = torch.einsum("ihc,jhc->ij", query, key.repeat_interleave(groups, 1))
-
-    def excess(norms: Tensor) -> float:
-        over = norms - (norms.mean() + gamma * norms.std())
-        return float(over.clamp(min=0).sum())
-
-    rows, columns = excess(product.norm(dim=1)), excess(product.norm(dim=0))
-    return (rows - columns) / (rows + columns) if rows + columns else 0.0
+def geometry(query: Tensor, key: Tensor) -> tuple[float, float]:
+    """(S, D) of the sum of the heads' forms W_q^T W_k (geometry, def. 3.1 and 3.2), by forming it."""
+    product = torch.einsum("ihc,jhc->ij", query, key.repeat_interleave(query.shape[1] // key.shape[1], 1))
+    return float(oracle.symmetry(product)), float(oracle.directionality(product))
 
 
 def scores(model: PreTrainedModel, inputs: Inputs) -> dict[str, tuple[Tensor, Tensor]]:

@@ -215,7 +215,6 @@ def _worker(rank: int, port: int, chosen: list[Pair], answers: Any, folder: str)
 
 
 def read(path: Path = FILE) -> dict[Pair, Cell]:
-    """The committed table."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:
@@ -224,7 +223,6 @@ def read(path: Path = FILE) -> dict[Pair, Cell]:
 
 
 def write(table: Mapping[Pair, Cell], path: Path = FILE, page: Path = PAGE) -> None:
-    """The table, and its page."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)

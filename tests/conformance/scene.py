@@ -83,7 +83,6 @@ class Scene:
         return PADS[first : first + rows] if self.padded else (0,) * rows
 
     def mine(self, rows: int) -> slice:
-        """The rows of this process."""
         share = rows // self.ranks
         return slice(self.rank * share, (self.rank + 1) * share)
 
@@ -223,7 +222,6 @@ class Scene:
             raise Wrong("the tokens are not those of the largest logits")
 
     def _of_row(self, row: int, rows: int) -> Scene:
-        """The oracle of one row, whatever their number."""
         one = copy.copy(self)
         one.facts = dict(self.facts)
         if "masks" in self.facts:
@@ -260,7 +258,6 @@ class Scene:
             raise next((error for error in errors if isinstance(error, Wrong)), errors[0])
 
     def plain(self) -> Tensor:
-        """Logits of the rows, without gradients."""
         self.model.eval()
         with torch.no_grad():
             return self.model(**self.inputs(self.ids()), use_cache=False).logits

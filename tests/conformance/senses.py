@@ -42,11 +42,7 @@ _NEVER = {"labels", "encoder_outputs", "past_key_values", "inference_session", "
 
 
 def runs_on(model: PreTrainedModel) -> Inputs:
-    """The first inputs of two rows that the model answers.
-
-    Raises:
-        NotBuilt: none was accepted; the reasons of a few tries.
-    """
+    """The first inputs of two rows that the model answers."""
     reasons: list[str] = []
     for inputs in islice(_forms(model), TRIES):
         try:
@@ -182,6 +178,5 @@ def _options(model: PreTrainedModel) -> dict[str, list[Any]]:
 
 
 def _delayed(model: PreTrainedModel) -> list[Tensor]:
-    """Ids of several codebooks at each position."""
     books = _sizes(model, "num_channels", "num_codebooks")
     return [ids(LENGTH * count, batch=ROWS).view(ROWS, LENGTH, count) for count in books if count > 4]

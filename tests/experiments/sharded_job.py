@@ -40,7 +40,6 @@ def made(frozen: bool) -> Any:
 
 
 def rows(seed: int) -> Tensor:
-    """Two rows of tokens."""
     return torch.randint(3, 50, (2, 8), generator=torch.Generator().manual_seed(seed))
 
 

@@ -26,7 +26,6 @@ def bert():
 
 
 def alone(model, tokens, text):
-    """The embedding of one text, without any padding."""
     with torch.no_grad():
         hidden = model(torch.tensor([tokens(text)["input_ids"]])).last_hidden_state[0]
     return functional.normalize(hidden.mean(dim=0), dim=0)

@@ -386,8 +386,6 @@ def test_committed_results_are_those_of_the_committed_runs(name, scale, tmp_path
 
 
 class Harmful:
-    """What a pickle may hold."""
-
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return (print, ("run",))
 

@@ -92,7 +92,6 @@ def test_a_rate_must_work_for_every_seed_that_chooses(tmp_path: Path) -> None:
 
 
 def read_study_runs(folder: Path) -> list[dict[str, Any]]:
-    """Finished runs."""
     return [json.loads(path.read_text()) for path in sorted((folder / "runs").iterdir())]
 
 

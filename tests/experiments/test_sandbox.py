@@ -99,18 +99,6 @@ def test_namespaces_of_its_own_lead_nowhere(tmp_path):
     assert not run_program(source, SMALL).passed
 
 
-def processes() -> set[str]:
-    """Those of users that only a sandbox has."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if path.stat().st_uid >= sandbox._FIRST_USER:
-                found.add(path.name)
-        except FileNotFoundError:
-            continue
-    return found
-
-
 def test_nothing_is_left(outcomes):
     def groups() -> list[Path]:
         return [path for folder in ("memory", "") for path in (memory_group.CONTROL / folder).glob("attnflow-*")]

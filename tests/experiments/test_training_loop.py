@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def runs(folder: Path) -> dict[str, object]:
-    """What the jobs have written, without times."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted((folder / "runs").glob("*.json"))}
     return {name: {k: v for k, v in run.items() if k != "seconds_here"} for name, run in found.items()}
 

@@ -24,21 +24,12 @@ from experiments.runner.training import Course, Loop, cosine, train
 
 @dataclass(frozen=True)
 class Toy:
-    """Sizes.
-
-    Attributes:
-        seeds: of the jobs.
-        steps: of each.
-        parts: of each step.
-    """
-
-    seeds: tuple[int, ...] = (0, 1)
-    steps: int = 9
-    parts: int = 2
+    seeds: tuple[int, ...] = (0, 1)  # of the jobs
+    steps: int = 9  # of each
+    parts: int = 2  # of each step
 
 
 def recipe() -> Toy:
-    """The only scale."""
     return Toy()
 
 
@@ -88,7 +79,6 @@ def setup_dying(at: int | None) -> Callable[[Toy], Setup]:
 
 
 def summarise(folder: Path, results: Path) -> str:
-    """The number of runs."""
     write(results / "results.json", {"runs": len(read_study(folder)[1])})
     return f"{len(read_study(folder)[1])} runs"
 
@@ -105,7 +95,6 @@ TOY = Experiment[Any](
 
 
 def run_study(folder: Path, setup: Callable[[Toy], Setup] = TOY.setup) -> None:
-    """All jobs that are not done."""
     folder.mkdir(parents=True, exist_ok=True)
     made = setup(recipe())
     describe(folder, TOY, recipe(), made, "tiny", trial())

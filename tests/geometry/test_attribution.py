@@ -80,12 +80,3 @@ def test_a_component_taken_out_with_norms_held(component):
     gone = raw[..., component, :].sum(-1) + raw[..., component].sum(-1) - raw[..., component, component]
     torch.testing.assert_close((before - after)[:, -1], gone, atol=1e-7, rtol=1e-7)
     assert gone.abs().max() > 1e-3
-
-
-def test_an_attached_bias_is_a_constant_of_its_own():
-    model = deep("Llama", num_key_value_heads=2).double().eval()
-    with af.bias.attach(model, af.bias.GuidanceConfig(hidden_dim=8, init="kaiming")):
-        result = af.geometry.attribute(model, IDS, layer=2)
-        shown = af.bias.capture(model, IDS, layers=[2], queries=[-1], heads="all").layers[0].raw[:, 0]
-    torch.testing.assert_close(result.constants["attached bias"], shown.double(), atol=1e-5, rtol=1e-5)
-    assert shown.abs().max() > 1e-3

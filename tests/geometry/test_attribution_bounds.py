@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 import attnflow as af
 from attnflow.models.arguments import CACHES
 from attnflow.models.passes.recording import ComponentName
-from tests.conformance.miniature import architectures, build
+from tests.conformance.miniature import named
 from tests.models import deep
 
 IDS = torch.randint(3, 40, (1, 9), generator=torch.Generator().manual_seed(1))
@@ -172,10 +172,6 @@ def masked(model):
     return model
 
 
-def miniature(name):
-    return build(next(one for one in architectures() if one.name == name)).double()
-
-
 MODELS = {
     "a name": (lambda: "minilm", {}, TypeError, "load a model by its name or folder with af.load_model"),
     "a linear layer": (lambda: nn.Linear(2, 2), {}, ValueError, "expected a transformers model, got Linear"),
@@ -190,9 +186,9 @@ MODELS = {
     "shared layers": (lambda: deep("Albert"), {"layer": -1}, ValueError, "layer 2 is a later call of weights"),
     "another mixer": (lambda: deep("Jamba"), {}, ValueError, "layer 2 has no self-attention; layers with it: [1, 3]"),
     "no interface": (lambda: deep("Bloom"), {}, UNSUPPORTED, "no module of it calls ALL_ATTENTION_FUNCTIONS"),
-    "a router": (lambda: miniature("DeepseekV4ForCausalLM"), {"layer": 1}, UNSUPPORTED, "a router or an indexer"),
+    "a router": (lambda: named("DeepseekV4ForCausalLM").double(), {"layer": 1}, UNSUPPORTED, "a router or an indexer"),
     "keys mixed by what they hold": (
-        lambda: miniature("Inkling2ForCausalLM"),  # its sinks are one for each query
+        lambda: named("Inkling2ForCausalLM").double(),  # its sinks are one for each query
         {"layer": 0},
         UNSUPPORTED,
         "layer 0 (model.layers.0.self_attn), head 0: the terms do not add up",

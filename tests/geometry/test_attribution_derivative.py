@@ -19,7 +19,6 @@ STEP = 1e-4
 
 
 def disturbed(model):
-    """Biases and sinks that are not zero."""
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -104,7 +104,7 @@ CASES = {
             (
                 "pairs",
                 lambda model, inputs: geometry.pairs(
-                    model, inputs, 0, tower="decoder" if model.config.is_encoder_decoder else None
+                    model, inputs, 0, tower="decoder" if model.config.is_encoder_decoder else ""
                 ),
             ),
         )

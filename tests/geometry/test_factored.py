@@ -70,7 +70,7 @@ def test_float32_is_as_exact_as_forming_the_matrix_in_float32(case):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("key_width", [None, 50])
+@pytest.mark.parametrize("key_width", [None, 50, 91])
 def test_tiles_and_factors_agree(heads, key_width, monkeypatch):
     query, key = weights(*heads, 8, 70, key_width=key_width)
     monkeypatch.setattr(scores, "_TILE", 16)  # 70 = 4 tiles and a rest
@@ -82,22 +82,12 @@ def test_tiles_and_factors_agree(heads, key_width, monkeypatch):
         torch.testing.assert_close(getattr(found[0], name), getattr(found[1], name), equal_nan=True)
 
 
-def test_tiles_hold_for_more_keys_than_queries(monkeypatch):
-    monkeypatch.setattr(scores, "_TILE", 16)
-    monkeypatch.setattr(scores, "_WIDTH_PER_ROW", 10**6)
-    query, key = weights(2, 2, 8, 20, key_width=61)
-    agree_cross(full_scores(query, key, 2, 2), query.T @ key)
-
-
-def agree_cross(found, matrix):
-    assert math.isnan(found.symmetry.item())
-    assert found.norm.item() == pytest.approx(matrix.norm().item())
-    assert found.directionality.item() == pytest.approx(oracle.directionality(matrix), abs=1e-9)
-
-
 def test_widths_that_differ_have_no_symmetry_but_all_else():
     query, key = weights(2, 2, 8, 40, key_width=61)
-    agree_cross(full_scores(query, key, 2, 2), query.T @ key)
+    scores, matrix = full_scores(query, key, 2, 2), query.T @ key
+    assert math.isnan(scores.symmetry.item())
+    assert scores.norm.item() == pytest.approx(matrix.norm().item())
+    assert scores.directionality.item() == pytest.approx(oracle.directionality(matrix), abs=1e-9)
     assert head_scores(query, key, 2, 2).symmetry.isnan().all()
 
 
@@ -135,20 +125,6 @@ def test_differentiable_symmetries_are_the_same_numbers(case):
     per_head, full = head_scores(query, key, heads, kv_heads), full_scores(query, key, heads, kv_heads)
     torch.testing.assert_close(head_symmetry(query, key, heads, kv_heads), per_head.symmetry, rtol=0, atol=1e-10)
     torch.testing.assert_close(full_symmetry(query, key, heads, kv_heads), full.symmetry, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("width", [5, 40])  # more rows than a third of the width, and fewer
-def test_differentiable_symmetries_have_the_right_gradients(width):
-    query, key = (w.requires_grad_() for w in weights(4, 2, 2, width))
-    assert torch.autograd.gradcheck(lambda q, k: head_symmetry(q, k, 4, 2), (query, key))
-    assert torch.autograd.gradcheck(lambda q, k: full_symmetry(q, k, 4, 2), (query, key))
-
-
-def test_no_gradient_comes_from_a_zero_matrix():
-    query, key = torch.zeros(8, 20, requires_grad=True), torch.randn(8, 20, requires_grad=True)
-    (head_symmetry(query, key, 4, 4).sum() + full_symmetry(query, key, 4, 4)).backward()
-    assert query.grad is not None
-    assert torch.equal(query.grad, torch.zeros_like(query))
 
 
 def test_no_matrix_of_width_squared_is_made():

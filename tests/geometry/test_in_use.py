@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import attnflow as af
 from attnflow.geometry import in_use
 from attnflow.geometry.table import GeometryScores
+from attnflow.models.subject import Subject
 from attnflow.models.weights.attention import AttentionLayer, attention_layers
 from attnflow.models.weights.families.rows import blocks
 from tests.geometry import oracle
@@ -145,7 +146,6 @@ def seen_of(query, key, x, heads):
 
 
 def layer_of(query, key, heads):
-    """An attention layer of given weights."""
     stored = {"q": query, "k": key}
     rows = [blocks(name, len(query) // heads, heads, 0, heads) for name in stored]
     read = lambda name, span: stored[name] if span is None else stored[name][slice(*span)]  # noqa: E731
@@ -203,7 +203,7 @@ def test_blocks_and_factors_agree(monkeypatch):
     whole = af.geometry.score(model, inputs=text)
     seen = []
     layers = attention_layers(model)
-    in_use.observe(model, layers, {"input_ids": text[None]}, lambda _, one: seen.append(one))
+    in_use.observe(Subject(model), layers, {"input_ids": text[None]}, lambda _, one: seen.append(one))
     assert all(one.meet is not None for one in seen)
     everything = torch.ones(23, 23, dtype=torch.bool)
     monkeypatch.setattr(in_use, "_SCORES", 100)  # blocks of one query

@@ -49,17 +49,6 @@ def test_value_and_gradient_are_those_of_the_definition(name, target, per_head):
         assert other.abs().max() > 0
 
 
-@pytest.mark.parametrize("per_head", [False, True])
-def test_initialisations_are_its_extremes(per_head):
-    for name in ("bert", "gqa"):
-        model = MODELS[name]()
-        af.geometry.init_symmetric_(model)
-        assert af.geometry.penalty(model, "symmetric", per_head).item() == pytest.approx(0, abs=1e-5)
-        assert af.geometry.penalty(model, "skew", per_head).item() == pytest.approx(6, abs=1e-5)
-        af.geometry.init_skew_(model)
-        assert af.geometry.penalty(model, "skew", per_head).item() == pytest.approx(0, abs=1e-5)
-
-
 def test_other_parameters_have_no_gradient_and_frozen_ones_add_a_constant():
     model = MODELS["bert"]()
     model.bert.encoder.layer[0].requires_grad_(False)

@@ -49,19 +49,11 @@ def test_records_that_are_wrong_say_why(model, words):
     assert any(words in fault for fault in faults(model))
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "bert-large-uncased",
-        "meta-llama/Llama-2-7b-hf",
-        "gpt2",
-        "microsoft/deberta-v2-xlarge",
-        "microsoft/phi-2",
-        "meta-llama/Llama-3.2-11B-Vision",
-        "facebook/bart-base",
-        "microsoft/beit-base-patch16-224",
-    ],
-)
+RIGHT = """bert-large-uncased meta-llama/Llama-2-7b-hf gpt2 microsoft/deberta-v2-xlarge microsoft/phi-2
+    meta-llama/Llama-3.2-11B-Vision facebook/bart-base microsoft/beit-base-patch16-224"""
+
+
+@pytest.mark.parametrize("model", RIGHT.split())
 def test_other_records_are_left_alone(model):
     assert faults(model)
     assert set(faults(model)) == {""}

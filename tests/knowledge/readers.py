@@ -1,9 +1,10 @@
-"""Small stores, and readers that do something."""
+"""Small stores, readers that do something, and entries of a tensor in a store with the thresholds of several layers."""
 
 import torch
 from torch.nn import functional
 
 from attnflow.knowledge import Store
+from attnflow.knowledge.store.source import EntrySource
 
 DIM = 8
 
@@ -23,3 +24,10 @@ def opened(handle, seed=0):
             for parameter in reader.parameters():
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return handle
+
+
+def indexed(readers, entries):
+    columns = torch.cat([reader.threshold_columns(entries) for reader in readers], dim=1).detach()
+    store = Store.open("memory", dim=entries.shape[1], num_thresholds=columns.shape[1])
+    store.insert(embeddings=entries.detach(), ids=range(len(entries)), thresholds=columns)
+    return EntrySource(store)

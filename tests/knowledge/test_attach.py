@@ -132,16 +132,10 @@ def test_an_empty_store_and_one_that_shrinks_below_k():
     torch.testing.assert_close(logits(model), empty)
 
 
-def test_what_does_not_fit_is_refused():
+def test_there_is_no_reader_to_save():
     model = modular()
-    with pytest.raises(ValueError, match=r"entries of width 16, but the store has width 8"):
-        af.knowledge.attach(model, Store.open("memory", dim=8))
-    with pytest.raises(ValueError, match=r"need 4 threshold columns, but the store has 0: .*num_thresholds=4"):
-        af.knowledge.attach(model, Store.open("memory", dim=16))
-    with (
-        af.knowledge.attach(model, store_of(model), write=True) as handle,
-        pytest.raises(ValueError, match="own layers read the store"),
-    ):
+    handle = af.knowledge.attach(model, store_of(model), write=True)
+    with pytest.raises(ValueError, match="own layers read the store"):
         handle.save("nowhere")
 
 

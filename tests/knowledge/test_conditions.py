@@ -17,25 +17,11 @@ def layer(width, entries, ranks, gated, bias):
     keys = [low_rank(width, entries, rank) for rank in ranks[: 1 + gated]]
     second = low_rank(entries, width, ranks[-1])
     made = {
-        "none": lambda: None,
         "constant": lambda: torch.full((entries,), 0.7, dtype=torch.float64),
         "affine": lambda: second @ torch.randn(width, dtype=torch.float64) - 0.3,
         "free": lambda: torch.randn(entries, dtype=torch.float64),
-    }[bias]
-    return keys, second, [made() for _ in keys]
-
-
-def asked(keys, second, biases, key_dim, entry_dim):
-    gated = len(keys) == 2
-    return conditions(
-        keys[-1],
-        second,
-        key_dim,
-        entry_dim,
-        thresholds=biases[-1],
-        gate=keys[0] if gated else None,
-        gate_thresholds=biases[0] if gated else None,
-    )
+    }
+    return keys, second, [] if bias == "none" else [made[bias]() for _ in keys]
 
 
 def exhibit(found, keys, second, biases, activation):
@@ -43,7 +29,7 @@ def exhibit(found, keys, second, biases, activation):
     width, count = keys[0].shape
     joined = torch.cat([*(key.T for key in keys), second], dim=1)
     ones = torch.ones(count, 1, dtype=torch.float64)
-    given = torch.stack([torch.zeros(count, dtype=torch.float64) if b is None else b for b in biases], dim=1)
+    given = torch.stack(biases or [torch.zeros(count, dtype=torch.float64)] * len(keys), dim=1)
     left, values, _ = torch.linalg.svd(joined, full_matrices=False)
     entries = (left * values)[:, : found.entry_rank]
     known = torch.cat([entries, ones], dim=1)
@@ -83,14 +69,14 @@ def test_where_it_says_exact_cross_attention_of_these_widths_is_the_layer(gated,
     own = (1 + gated) * (bias == "free")
     needed = sum((2, 3, 2) if gated else (3, 2)) + own
     key_dim = 5 if gated else 3
-    found = asked(keys, second, biases, key_dim, needed)
+    found = conditions(keys, second, biases, key_dim, needed)
     assert (found.ok, found.threshold_rank, found.gated) == (True, own, gated)
-    assert not asked(keys, second, biases, key_dim, needed - 1).ok
-    assert not asked(keys, second, biases, key_dim - 1, needed).ok
+    assert not conditions(keys, second, biases, key_dim, needed - 1).ok
+    assert not conditions(keys, second, biases, key_dim - 1, needed).ok
     activation = "silu" if gated else "relu"
     attention, entries = exhibit(found, keys, second, biases, activation)
     hidden = torch.randn(7, 6, dtype=torch.float64)
-    scores = [hidden @ key + (0 if b is None else b) for key, b in zip(keys, biases, strict=True)]
+    scores = [hidden @ key + b for key, b in zip(keys, biases or [0] * len(keys), strict=True)]
     weights = named(activation)(scores[0]) * (scores[1] if gated else 1)
     torch.testing.assert_close(attention(hidden, entries), weights @ second, rtol=1e-9, atol=1e-9)
 
@@ -100,7 +86,7 @@ def test_where_it_denies_a_rank_forbids_it():
     torch.manual_seed(0)
     first, second, bias = torch.randn(4, 32).double(), torch.randn(32, 4).double(), torch.randn(32).double()
     joined = torch.cat([first.T, second], dim=1)
-    found = conditions(first, second, key_dim=3, entry_dim=6)
+    found = conditions([first], second, [], key_dim=3, entry_dim=6)
     values = torch.linalg.svdvals(joined)
     assert found.residual == pytest.approx(float(values[6:].norm() / values.norm()))
     assert torch.linalg.matrix_rank(first) == found.key_rank > found.key_dim
@@ -110,13 +96,13 @@ def test_where_it_denies_a_rank_forbids_it():
         read = torch.linalg.lstsq(entries, joined).solution
         assert float((entries @ read - joined).norm() / joined.norm()) >= found.residual
     # With thresholds: 8 coordinates are all taken by keys and values, and no affine function of them is b_1.
-    full = conditions(first, second, key_dim=4, entry_dim=8, thresholds=bias)
+    full = conditions([first], second, [bias], key_dim=4, entry_dim=8)
     assert (full.entry_rank, full.threshold_rank, full.ok) == (8, 1, False)
     affine = torch.cat([joined, torch.ones(32, 1).double()], dim=1)
     missed = bias - affine @ torch.linalg.lstsq(affine, bias[:, None]).solution[:, 0]
     assert float(missed.norm() / bias.norm()) > 0.1
     assert "[W_1^T | W_2] has rank 8, and thresholds need one more coordinate, but entries have width" in str(full)
-    narrow = str(conditions(first, second, 3, 9, thresholds=bias))
+    narrow = str(conditions([first], second, [bias], 3, 9))
     assert narrow == "not exact with these weights: W_1 has rank 4, but keys have width d_k = 3"
 
 
@@ -124,17 +110,17 @@ def test_two_keys_share_one_query():
     """Keys of ranks 3 and 5 in different directions need d_k = 8: each alone would fit in 5."""
     torch.manual_seed(0)
     keys, second, biases = layer(8, 40, (3, 5, 2), gated=True, bias="none")
-    assert not asked(keys, second, biases, 5, 12).ok
-    found = asked(keys, second, biases, 8, 10)
+    assert not conditions(keys, second, biases, 5, 12).ok
+    found = conditions(keys, second, biases, 8, 10)
     assert (found.key_rank, found.entry_rank, found.threshold_rank, found.ok) == (8, 10, 0, True)
-    assert "[W_gate | W_up] has rank 8, but keys have width d_k = 5" in str(asked(keys, second, biases, 5, 12))
+    assert "[W_gate | W_up] has rank 8, but keys have width d_k = 5" in str(conditions(keys, second, biases, 5, 12))
 
 
 def test_it_is_a_statement_about_the_weights_and_not_about_the_function():
     """Denied for the weights given, and yet the function is cross-attention of these widths: ReLU neurons rescaled."""
     first, second = torch.tensor([[1.0, 1.0]]).double(), torch.tensor([[1.0], [4.0]]).double()
     bias = torch.tensor([1.0, 2.0]).double()
-    found = conditions(first, second, key_dim=1, entry_dim=1, thresholds=bias)
+    found = conditions([first], second, [bias], key_dim=1, entry_dim=1)
     assert not found.ok
     assert str(found).startswith("not exact with these weights: [W_1^T | W_2] has rank 2")
     # Entries 1 and 2 with B1(e) = 3e - 2: relu(e h + B1(e)) e is relu(h + 1) and 2 relu(2h + 4) = 4 relu(h + 2).
@@ -156,8 +142,8 @@ def test_it_is_a_statement_about_the_weights_and_not_about_the_function():
     keys, scales = torch.randn(3, 12).double(), torch.rand(12).double() + 0.5
     values = keys.T @ torch.randn(3, 3).double()
     tokens = torch.randn(50, 3).double()
-    narrow = conditions(keys, values, key_dim=3, entry_dim=3)
-    rescaled = conditions(keys * scales, values / scales[:, None], key_dim=3, entry_dim=3)
+    narrow = conditions([keys], values, [], key_dim=3, entry_dim=3)
+    rescaled = conditions([keys * scales], values / scales[:, None], [], key_dim=3, entry_dim=3)
     assert (narrow.entry_rank, narrow.ok, rescaled.entry_rank, rescaled.ok) == (3, True, 6, False)
     torch.testing.assert_close(
         torch.relu(tokens @ keys) @ values, torch.relu(tokens @ (keys * scales)) @ (values / scales[:, None])

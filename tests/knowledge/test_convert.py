@@ -9,6 +9,7 @@ from torch import nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 import attnflow as af
+from attnflow.knowledge import Store, convert
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
 from attnflow.knowledge.convert import LinearLayer
 from attnflow.knowledge.layered import EntryScores, EntryValues, readers
@@ -117,28 +118,10 @@ def test_a_converted_model_is_not_saved_where_transformers_would_draw_its_weight
     torch.testing.assert_close(outputs(again, input_ids=ids), outputs(model, input_ids=ids))
 
 
-def test_what_cannot_be_converted_says_why():
-    with pytest.raises(
-        af.UnsupportedArchitecture, match=r"no feed-forward layers that are known .* nothing was converted"
-    ):
-        af.knowledge.from_ffn(tiny("Mamba2", torch.float32))
-    with pytest.raises(ValueError, match=r"not exact with these weights: .* has rank .* entries have width d_E = 32"):
-        af.knowledge.from_ffn(tiny("GPT2", torch.float32), entry_dim=32)
-    for name in ("Llama", "Phi3"):  # separate maps, and one for both keys
-        with pytest.raises(
-            ValueError,
-            match=r"first gated layer is not exact with these weights: \[W_gate\^T \| W_up\^T \| W_2\] has rank",
-        ):
-            af.knowledge.from_ffn(tiny(name, torch.float32), entry_dim=32)
-        with pytest.raises(ValueError, match=r"\[W_gate \| W_up\] has rank \d+, but keys have width d_k = 3"):
-            af.knowledge.from_ffn(tiny(name, torch.float32), key_dim=3)
+def test_a_converted_layer_reads_all_its_entries_and_has_the_biases_of_the_model():
     converted = af.knowledge.from_ffn(tiny("Llama", torch.float32))
-    with pytest.raises(ValueError, match="reads a knowledge base already"):
-        af.knowledge.from_ffn(converted)
     with pytest.raises(ValueError, match="a converted layer reads all its entries"):
         readers(converted)[0].retrieval = af.knowledge.Retrieval(k=6, search="exact")
-    with pytest.raises(ValueError, match="reads no knowledge base"):
-        af.knowledge.to_ffn(tiny("Llama", torch.float32))
     converted.knowledge.update([0], torch.ones(1, converted.knowledge.entry_dim))
     with pytest.raises(ValueError, match="has no bias, but its entries now have thresholds"):
         af.knowledge.to_ffn(converted)
@@ -402,3 +385,38 @@ def test_a_layer_that_no_token_reaches_is_compared_by_itself(monkeypatch):
     monkeypatch.setattr(LinearLayer, "entries", wrong)
     with pytest.raises(af.UnsupportedArchitecture, match=r"vision_tower\.encoder\.layers\.0\.mlp, was not converted"):
         af.knowledge.from_ffn(model)
+
+
+def stored(name="Llama"):
+    """A converted model, and a store of its entries."""
+    torch.manual_seed(0)
+    model = af.knowledge.from_ffn(tiny(name).float())
+    store = Store.open("memory", dim=model.knowledge.entry_dim, num_thresholds=model.knowledge.num_layers)
+    convert.save_entries(model, store, name="tiny")
+    return model, store
+
+
+def test_a_search_finds_the_entries_of_a_layer_that_a_token_activates(monkeypatch):
+    monkeypatch.setattr(convert, "_BATCH", 20)
+    (model, store), readings, hidden = stored(), [], []
+    assert torch.equal(store.vectors(), model.knowledge.get(store.ids()))
+    entry = store.get([50])[0]
+    assert (entry.source, entry.encoder, entry.version) == ("layer 1", "from_ffn:tiny", 1)
+    assert entry.thresholds.tolist() == [-1e9, 0.0]
+    base, reader = model.knowledge, readers(model)[1]
+    reader.observer = readings.append
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0][0, -1]))
+    outputs(model, input_ids=tokens(1, 5))
+    query = torch.zeros(base.entry_dim)
+    query[base.layout.key("gate")] = hidden[0].detach()
+    query[base.layout.threshold("gate")] = 1.0
+    scores = readings[0].scores[0, 0, -1, 0]
+    found = store.search(query, 5, threshold_column=1)
+    assert found.ids.tolist() == reader.ids(scores.topk(5).indices).tolist()
+    torch.testing.assert_close(found.scores, scores.topk(5).values)
+
+
+def test_the_source_of_an_entry_names_its_expert():
+    model, store = stored("Mixtral")
+    key = int(model.knowledge.ids[model.knowledge.rows(1, 1)][0])
+    assert store.get([key])[0].source == "layer 1, expert 1"

@@ -144,31 +144,3 @@ def test_models_without_named_tokens_and_models_left_as_they_were():
     assert model.training
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(reader.observer is None for reader in readers(model))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"id": 999}, "no entry 999: the .* ids go from 0 to"),
-        ({"id": 7, "layer": 1}, "entry 7 belongs to layer 0, got layer=1"),
-        ({"id": 7, "head": 1}, "head must be"),
-        ({"id": 7, "texts": "a text"}, "put it in a list"),
-        ({"id": 7, "texts": ["a text"]}, "needs a tokenizer"),
-        ({"id": 7, "count": 0}, "count must be"),
-        ({"id": 7, "ablate": [5, 6], "position": 2}, "position must be"),
-    ],
-)
-def test_bad_arguments(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        af.knowledge.entry(made("Llama"), **arguments)
-
-
-def test_a_shared_entry_needs_its_layer():
-    with pytest.raises(ValueError, match=r"layers \[0, 1\] all read entry 3: pass layer="):
-        af.knowledge.entry(made("relu"), 3)
-    with pytest.raises(ValueError, match="no entry 99: layer 1 reads 40 entries"):
-        af.knowledge.entry(made("relu"), 99, layer=1)
-    with pytest.raises(ValueError, match=r"layer must be one of \[0, 1\]"):
-        af.knowledge.entry(made("relu"), 3, layer=2)
-    with pytest.raises(af.UnsupportedArchitecture, match="has two"):
-        af.knowledge.entry(af.knowledge.from_ffn(tiny("T5")), 3)

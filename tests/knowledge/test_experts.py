@@ -10,6 +10,7 @@ import attnflow as af
 from attnflow.knowledge.conversion_check import verify
 from attnflow.knowledge.layered import ExpertEntries, readers
 from attnflow.models.passes.evaluation import precision
+from attnflow.models.subject import Subject
 from tests.models import deep, outputs, tiny
 from tests.models.table import in_double
 
@@ -221,7 +222,7 @@ def test_the_check_is_not_misled_by_a_choice_that_rounding_turns():
     with torch.no_grad():
         opened.knowledge.entries[:, reader_values(opened)] *= 1.5
     with pytest.raises(af.UnsupportedArchitecture, match="was not converted exactly"):
-        verify(model, opened, opened.knowledge, [reader.form.name for reader in expert_readers(opened)])
+        verify(Subject(model), opened, opened.knowledge, [reader.form.name for reader in expert_readers(opened)])
 
 
 def reader_values(model):

@@ -24,7 +24,8 @@ def layer(number, positions=3, kept=4, effects=True, seed=0, dtype=torch.float32
     return LayerTrace(
         number, f"layers.{number}.mlp.down_proj", 20, ids, heads, random(positions, kept),
         random(positions, kept), random(positions, kept), random(positions, kept).abs().sort(descending=True)[0],
-        random(positions, kept) if effects else None, torch.randint(0, 20, (positions,), generator=draw),
+        *(random(positions, kept) if effects else None for _ in range(2)), ids % 20, number,
+        torch.randint(0, 20, (positions,), generator=draw),
         random(positions).abs(), random(positions).abs() / 9,
         random(positions) if effects else None, random(positions) if effects else None,
     )  # fmt: skip

@@ -11,22 +11,17 @@ from torch.nn import functional
 from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
 from attnflow.knowledge.attention import ACTIVATIONS
 from attnflow.knowledge.reader import KnowledgeReader
-from attnflow.knowledge.retrieval import BOUNDED
-from tests.knowledge.sources import indexed
+from attnflow.knowledge.retrieval import BOUNDED, best
+from tests.knowledge.readers import indexed
+from tests.knowledge.test_attention import layer_and_inputs as attention_and_inputs
 
 TOKENS = (2, 3)
 THRESHOLDS = ["mlp", "coordinate"]
 
 
-def layer_and_inputs(
-    seed=0, retrieval=None, heads=2, gated=False, threshold="mlp", activation="relu", entries=30, layer=0, size=1.0
-):
-    torch.manual_seed(seed)
-    attention = GeneralizedCrossAttention(8, 4, 6, heads, activation, gated, threshold).double()
-    for parameter in attention.parameters():
-        torch.nn.init.normal_(parameter, std=size)
-    hidden = torch.randn(*TOKENS, 8, dtype=torch.float64)
-    return KnowledgeReader(layer, attention, retrieval).eval(), hidden, torch.randn(entries, 6, dtype=torch.float64)
+def layer_and_inputs(retrieval=None, layer=0, activation="relu", entries=30, **options):
+    attention, hidden, rows = attention_and_inputs(activation=activation, entries=entries, **options)
+    return KnowledgeReader(layer, attention, retrieval).eval(), hidden, rows
 
 
 def keeping(scores, retrieval):
@@ -63,6 +58,11 @@ def by_hand(reader, hidden, entries, thresholds=None):
     return found + attention.output_bias
 
 
+def softmax(scores):
+    """A function of one's own."""
+    return functional.softmax(scores, dim=-1)
+
+
 retrievals = st.one_of(
     st.builds(Retrieval, k=st.integers(1, 30), search=st.just("exact")),
     st.builds(Retrieval, threshold=st.sampled_from([-math.inf, -1.0, 0.0, 0.5, 3.0, 1e9])),
@@ -72,7 +72,7 @@ layers = {
     "heads": st.integers(1, 3),
     "gated": st.booleans(),
     "threshold": st.sampled_from(THRESHOLDS),
-    "activation": st.sampled_from(sorted(ACTIVATIONS)),
+    "activation": st.sampled_from([*sorted(ACTIVATIONS), softmax]),
 }
 
 
@@ -137,10 +137,9 @@ def test_straight_through_gradients(threshold, activation, gated, retrieval):
     surrogate = (everything * through).sum() + torch.einsum("bthn,hnd,btd->", sparse, values, direction)
     surrogate = surrogate + (attention.output_bias * direction).sum()
     expected = torch.autograd.grad(surrogate, inputs, allow_unused=True)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    assert [ours is None for ours in found] == [theirs is None for theirs in expected]
+    present = [[gradient for gradient in gradients if gradient is not None] for gradients in (found, expected)]
+    torch.testing.assert_close(*present, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("retrieval", [Retrieval(k=5, search="exact"), Retrieval(threshold=0.3)], ids=str)
@@ -151,15 +150,11 @@ def test_gradients_in_evaluation_are_those_of_the_function(gated, retrieval):
     direction = torch.randn(*TOKENS, 8, dtype=torch.float64)
     ours = torch.autograd.grad((reader(hidden, entries) * direction).sum(), inputs)
     expected = torch.autograd.grad((by_hand(reader, hidden, entries) * direction).sum(), inputs)
-    for one, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=150)
-@given(
-    retrieval=retrievals,
-    options=st.fixed_dictionaries({**layers, "size": st.sampled_from([0.1, 1.0, 3.0])}),
-)
+@given(retrieval=retrievals, options=st.fixed_dictionaries({**layers, "size": st.sampled_from([0.1, 1.0, 3.0])}))
 def test_the_bound_holds(retrieval, options):
     bounded = options["activation"] in BOUNDED and not options["gated"]
     reader, hidden, entries = layer_and_inputs(retrieval=retrieval, **options)
@@ -239,8 +234,7 @@ def test_gradients_through_an_index_reach_queries_and_values_of_what_was_read():
     expected = hidden.clone().requires_grad_()
     reader.eval()(expected, entries).square().sum().backward()
     theirs = [expected.grad, reader.attention.query.grad, reader.attention.value.grad]
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 def test_an_approximate_search_promises_nothing():
@@ -279,14 +273,6 @@ def test_all_are_read_where_that_is_no_slower():
     torch.testing.assert_close(reader.float().eval()(hidden.float(), source), dense.float(), rtol=1e-3, atol=1e-3)
 
 
-def test_a_function_of_ones_own():
-    """Softmax over what is read."""
-    reader, hidden, entries = layer_and_inputs(
-        retrieval=Retrieval(k=3, search="exact"), activation=lambda scores: functional.softmax(scores, dim=-1)
-    )
-    torch.testing.assert_close(reader(hidden, entries), by_hand(reader, hidden, entries))
-
-
 def test_one_token_no_tokens_and_no_entries():
     for retrieval in (Retrieval(k=3, search="exact"), Retrieval(threshold=0.0), None):
         reader, hidden, entries = layer_and_inputs(retrieval=retrieval)
@@ -317,3 +303,35 @@ def test_bad_sources():
     reader.retrieval = Retrieval(k=3, search="approximate")
     with pytest.raises(ValueError, match="an approximate search needs the index of a store"):
         reader(hidden, entries)
+
+
+@pytest.mark.parametrize(
+    ("retrieval", "total", "queries", "training", "expected"),
+    [
+        (Retrieval(k=10, search="dense"), 99, 1, False, True),
+        (Retrieval(k=10, search="dense"), 99, 1, True, True),
+        (Retrieval(threshold=0.0, search="dense"), 99, 1, True, True),
+        (Retrieval(k=99, search="exact"), 99, 1, True, True),
+        (Retrieval(k=98, search="exact"), 99, 1, False, False),
+        (Retrieval(k=24), 99, 1, False, False),
+        (Retrieval(k=25), 99, 1, False, True),
+        (Retrieval(k=25), 99, 1, True, False),  # what is trained is the function of k entries
+        (Retrieval(k=6), 99, 128, False, False),
+        (Retrieval(k=7), 99, 128, False, True),
+        (Retrieval(threshold=0.0), 99, 128, False, False),
+    ],
+)
+def test_when_all_entries_are_read(retrieval, total, queries, training, expected):
+    assert retrieval.reads_all(total, queries, training) is expected
+
+
+@pytest.mark.parametrize(("queries", "most"), [(1, 1024), (8, 64), (9, 16)])
+def test_a_source_that_copies_is_left_sooner(queries, most):
+    """`most` of 4,096 entries are as slow to copy as all are to read."""
+    assert Retrieval(k=most).reads_all(4096, queries, copied=True)
+    assert not Retrieval(k=most - 1).reads_all(4096, queries, copied=True)
+
+
+def test_what_scores_as_much_as_the_threshold_is_left_out():
+    rows = best(torch.tensor([[0.5, 1.0, 0.5, -1.0], [0.5, 1.0, 2.0, -1.0]]), Retrieval(threshold=0.5))
+    assert rows.tolist() == [[1, -1], [2, 1]]

@@ -58,7 +58,7 @@ def watched(model, ids):
 
 
 def total_effect(found):
-    layers = sum(one.effect + one.attention_effect for one in found)
+    layers = sum(one.direct_effect + one.attention_effect for one in found)
     return found.embedding_effect + found.constant_effect + layers
 
 
@@ -96,7 +96,7 @@ def test_direct_effects_sum_to_the_logit(name):
     torch.testing.assert_close(total_effect(found), expected, **close)
     for one, reader in zip(found, readers(model), strict=True):
         if reader.output_bias is None:  # b2's own effect is in the layer's, and in no entry's
-            torch.testing.assert_close(one.effects.sum(dim=-1), one.effect, rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(one.direct_effects.sum(dim=-1), one.direct_effect, rtol=1e-11, atol=1e-11)
 
 
 def test_scores_thresholds_and_weights_are_those_of_the_layer():
@@ -125,7 +125,7 @@ def brute_force(model, ids, by):
     every = trace(model, ids, top=10_000, positions=-1)
     sizes = []
     for one in every:
-        table = one.effects.abs() if by == "effect" else one.norms
+        table = {"effect": one.effects, "direct": one.direct_effects, "norm": one.norms}[by].abs()
         sizes += [
             (-float(size), one.layer, int(entry), int(head))
             for size, entry, head in zip(table[0], one.ids[0], one.heads[0], strict=True)
@@ -134,22 +134,22 @@ def brute_force(model, ids, by):
     return sorted(sizes)
 
 
-@pytest.mark.parametrize("by", ["effect", "norm", None])
+@pytest.mark.parametrize("by", ["effect", "direct", "norm", None])
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "heads"])
 def test_listed_are_the_largest_of_all_entries(name, by, monkeypatch):
     # entries in blocks, as those of large models are
-    monkeypatch.setattr(sys.modules["attnflow.knowledge.reading.trace"], "_BLOCK", 7)
+    monkeypatch.setattr(sys.modules["attnflow.knowledge.reading.layer_watch"], "_BLOCK", 7)
     model, ids = made(name), tokens(1, 6)
     found = trace(model, ids, top=4, by=by)
     assert found.by == by or (by is None and found.by == "effect")
     expected = brute_force(model, ids, found.by)[:4]
     listed = found.fired(-1, count=4)
     assert [(one.layer, one.entry, one.head) for one in listed] == [one[1:] for one in expected]
-    sizes = [abs(one.effect) if found.by == "effect" else one.norm for one in listed]
+    sizes = [abs({"effect": one.effect, "direct": one.direct_effect, "norm": one.norm}[found.by]) for one in listed]
     assert sizes == pytest.approx([-one[0] for one in expected], rel=1e-12)
     for one in found:  # and of each layer
         mine = [-size for size, layer, _, _ in brute_force(model, ids, found.by) if layer == one.layer][:4]
-        table = one.effects.abs() if found.by == "effect" else one.norms
+        table = {"effect": one.effects, "direct": one.direct_effects, "norm": one.norms}[found.by].abs()
         torch.testing.assert_close(table[-1], torch.tensor(mine, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
@@ -171,11 +171,11 @@ def test_unread_entries_are_not_kept():
 def test_some_positions():
     model = made("OPT")  # flattens the tokens of a batch
     ids = tokens(1, 6)
-    some, every = trace(model, ids, positions=[1, -1]), trace(model, ids)
+    some, every = (trace(model, ids, positions=places, by="norm") for places in ([1, -1], None))
     assert some.positions == (1, 5)
     for one, other in zip(some, every, strict=True):
         assert torch.equal(one.ids, other.ids[[1, 5]])
-        torch.testing.assert_close(one.effects, other.effects[[1, 5]], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(one.direct_effects, other.direct_effects[[1, 5]], rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match="trace takes one sequence, got 2"):
         trace(model, {"input_ids": tokens(2, 6)})
 
@@ -185,13 +185,12 @@ def test_where_outputs_are_normed_there_is_no_direct_effect(name, why):
     model, ids = made(name), tokens(1, 5)
     found = trace(model, ids)
     assert why in found.without
-    assert found.logits is None
-    assert all(one.effects is None and one.effect is None for one in found)
+    assert found.by == "effect"
+    assert all(one.direct_effects is None and one.direct_effect is None for one in found)
     assert all(bool((one.norms > 0).all()) for one in found)
-    assert found.fired(-1, count=1)[0].effect is None
-    for arguments in ({"by": "effect"}, {"targets": 3}):
-        with pytest.raises(ValueError, match=why):
-            trace(model, ids, **arguments)
+    assert found.fired(-1, count=1)[0].direct_effect is None
+    with pytest.raises(ValueError, match=why):
+        trace(model, ids, by="direct")
 
 
 def test_norms_after_layers_and_models_without_logits():
@@ -238,12 +237,58 @@ def test_texts_tokens_and_targets():
     assert listed.target_ids == (10, 3, 2)
     with pytest.raises(ValueError, match="one target, or one for each of the 3 positions, got 2"):
         trace(loaded, "w4 w5 w6", targets=[1, 2])
-    with pytest.raises(ValueError, match="must be one token, but 'w1 w2' is 2"):
-        trace(loaded, "w4 w5 w6", targets="w1 w2")
+    with pytest.raises(ValueError, match="expected one token, but 'w1 w2' is 2"):
+        trace(loaded, "w4 w5 w6", targets="w1 w2", positions=-1)
     with pytest.raises(ValueError, match="needs a tokenizer"):
         trace(model, [5, 6], targets="w1")
     with pytest.raises(ValueError, match="in \\[0, 50\\)"):
         trace(model, [5, 6], targets=50)
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Gemma2", "Olmo2", "OPT", "gated", "heads"])
+def test_an_effect_is_the_derivative_by_the_size_of_the_value(name):
+    """By finite differences: what an entry wrote is scaled by 1 + h and 1 - h in the layer's output."""
+    model, ids = made(name), tokens(1, 6)
+    found = trace(model, ids, positions=[2, -1], targets=[7, 9], against=[3, 4], top=40)
+    every, step = {reader.layer: reader for reader in readers(model)}, 1e-2
+
+    def value(entry, factor):
+        place = entry.entry if name in MODULAR else entry.entry - int(every[entry.layer].ids(torch.tensor([0])))
+        written = entry.weight * every[entry.layer].values(torch.tensor([place])).detach()[entry.head, 0]
+
+        def change(_, __, output):
+            flat = output.clone().reshape(-1, output.shape[-1])
+            flat[entry.position] += factor * written
+            return flat.view_as(output)
+
+        handle = every[entry.layer].register_forward_hook(change)
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0]
+        handle.remove()
+        answers = logits[[2, -1], [7, 9]] - logits[[2, -1]][:, [3, 4]].mean(-1)
+        return float(answers.sum())
+
+    for entry in [*found.fired(2, count=3), *found.fired(-1, count=3)]:
+        slope = (value(entry, step) - value(entry, -step)) / (2 * step)
+        assert entry.effect == pytest.approx(slope, rel=5e-3, abs=1e-4)  # norms compute in float32
+
+
+def test_several_tokens_count_as_one_answer():
+    model, tokenizer = made("Llama"), word_tokenizer(["[UNK]", *(f"w{i}" for i in range(49))])
+    found = trace(Loaded(model, tokenizer), "w4 w5 w6", targets="w1 w2")
+    assert found.positions == (2, 3)
+    assert found.targets == ("w1", "w2")
+    chances = model(torch.tensor([[5, 6, 7, 2]])).logits[0, 2:].softmax(-1).detach()
+    torch.testing.assert_close(found.probabilities, chances[[0, 1], [2, 3]], rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match="several tokens is not ablated"):
+        trace(Loaded(model, tokenizer), "w4 w5 w6", targets="w1 w2", ablate=2)
+
+
+def test_entries_are_named_by_layer_and_number_within_it():
+    found = trace(made("Llama"), tokens(1, 4), positions=-1, top=48)
+    for entry in found.fired():
+        assert entry.name == f"L{entry.layer}N{entry.entry - 48 * entry.layer}"
+    assert found.fired(count=1)[0].name in repr(found)
 
 
 @pytest.mark.parametrize("k", [None, 4])
@@ -260,7 +305,7 @@ def test_entries_of_a_connected_store(k):
         if k is None:
             for one, other in zip(found, own, strict=True):
                 assert torch.equal(one.ids, ids[other.ids])
-                for name in ("scores", "thresholds", "weights", "norms", "effects"):
+                for name in ("scores", "thresholds", "weights", "norms", "direct_effects"):
                     torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-4, atol=1e-4)
         first, expected = found.layer(0), own.layer(0)
         torch.testing.assert_close(total_effect(found), found.logits, rtol=1e-4, atol=1e-4)
@@ -306,3 +351,22 @@ def test_effects_are_on_the_logits_that_the_model_returns(name, scale):
     found = trace(opened, ids, targets=7)
     torch.testing.assert_close(found.logits, logits[:, 7] - logits.mean(dim=-1))
     torch.testing.assert_close(total_effect(found), found.logits)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "heads"])
+def test_entries_that_write_a_token_are_those_whose_values_point_to_it(name):
+    model = made(name)
+    found = af.knowledge.writers(model, 7, count=4)
+    norm = model.transformer.ln_f if name == "GPT2" else model.model.norm
+    head = model.lm_head.weight.detach()
+    direction = (head[7] - head.mean(0)) * norm.weight.detach()
+    expected = []
+    for reader in readers(model):
+        values = reader.values(torch.arange(reader.num_entries)).detach()
+        values = values - values.mean(-1, keepdim=True) if name == "GPT2" else values
+        cosines = torch.nn.functional.cosine_similarity(values, direction, dim=-1)
+        expected += [(abs(float(c)), reader.layer, h) for h, row in enumerate(cosines) for c in row]
+    sizes = [size for size, _, _ in sorted(expected, reverse=True)[:4]]
+    assert [abs(entry.cosine) for entry in found.entries] == pytest.approx(sizes, rel=1e-5)
+    with pytest.raises(ValueError, match="token must be"):
+        af.knowledge.writers(model, 50)

@@ -52,7 +52,7 @@ def test_models_without_direct_effects_can_be_ablated(name):
     logits = model(input_ids=ids).logits[0, -1].detach()
     assert float(found.logits[0]) == pytest.approx(float(logits[7] - logits.mean()), rel=1e-6)
     assert [one.ablated_effect is None for one in found.fired(-1, count=4)] == [False, False, False, True]
-    assert all(one.effect is None for one in found.fired())
+    assert all(one.direct_effect is None for one in found.fired())
     assert trace(model, ids, ablate=1).target_ids == (*ids[0, 1:].tolist(), int(logits.argmax()))
     encoder = af.knowledge.from_ffn(tiny("Bert"))
     with pytest.raises(UnsupportedArchitecture, match="no logits that an ablation could change"):

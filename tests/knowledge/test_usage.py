@@ -217,8 +217,3 @@ def test_duplicates_of_a_base():
     assert found.groups == ((0, 2),)
     assert type(found).from_json(found.to_json()) == found
     assert str(found).splitlines()[-1] == "      2  [0, 2]"
-    for threshold in (0.0, 1.5, float("nan")):
-        with pytest.raises(ValueError, match=r"a cosine in \(0, 1\]"):
-            duplicates(base, threshold)
-    with pytest.raises(ValueError, match="matrix of finite numbers"):
-        duplicates(torch.tensor([[float("nan"), 1.0]]))

@@ -118,25 +118,24 @@ class Encoded(nn.Module):
         return self.head(h + scores.softmax(-1) @ states)
 
 
+def beside(leaky, clean, batch):
+    return (leaky, batch), (clean, batch)
+
+
 # cause: ((leaky model, its batch), (clean model, its batch))
 CASES = {
-    "padding on the left is read": ((Rows(reads(False)), ON_THE_LEFT), (Rows(reads()), ON_THE_LEFT)),
-    "the first column of padding is read": ((Rows(reads(first=1)), ON_THE_LEFT), (Rows(reads()), ON_THE_LEFT)),
-    "positions of columns": ((Rows(placed(columns)), ON_THE_LEFT), (Rows(placed(tokens)), ON_THE_LEFT)),
-    "chunks of columns": ((Rows(chunks(columns)), ON_THE_LEFT), (Rows(chunks(tokens)), ON_THE_LEFT)),
-    "a mask that ends before a prompt's vectors": (
-        (Rows(prompted(False)), ON_THE_LEFT),
-        (Rows(prompted(True)), ON_THE_LEFT),
+    "padding on the left is read": beside(Rows(reads(False)), Rows(reads()), ON_THE_LEFT),
+    "the first column of padding is read": beside(Rows(reads(first=1)), Rows(reads()), ON_THE_LEFT),
+    "positions of columns": beside(Rows(placed(columns)), Rows(placed(tokens)), ON_THE_LEFT),
+    "chunks of columns": beside(Rows(chunks(columns)), Rows(chunks(tokens)), ON_THE_LEFT),
+    "a mask that ends before a prompt's vectors": beside(Rows(prompted(False)), Rows(prompted(True)), ON_THE_LEFT),
+    "padding of an encoder is read": beside(Encoded(False), Encoded(True), {**ON_THE_RIGHT, "decoder_input_ids": IDS}),
+    "a mean over padding": beside(
+        Rows(mean(lambda h, real: torch.ones_like(h))),
+        Rows(mean(lambda h, real: real[..., None].to(h))),
+        ON_THE_RIGHT,
     ),
-    "padding of an encoder is read": (
-        (Encoded(False), {**ON_THE_RIGHT, "decoder_input_ids": IDS}),
-        (Encoded(True), {**ON_THE_RIGHT, "decoder_input_ids": IDS}),
-    ),
-    "a mean over padding": (
-        (Rows(mean(lambda h, real: torch.ones_like(h))), ON_THE_RIGHT),
-        (Rows(mean(lambda h, real: real[..., None].to(h))), ON_THE_RIGHT),
-    ),
-    "statistics of the batch": ((Rows(normed((0, 1))), {"input_ids": IDS}), (Rows(normed(2)), {"input_ids": IDS})),
-    "documents that begin one token late": ((Rows(documents(1)), PACKED), (Rows(documents(0)), PACKED)),
-    "a state that goes on into the next document": ((Rows(carried(False)), PACKED), (Rows(carried(True)), PACKED)),
+    "statistics of the batch": beside(Rows(normed((0, 1))), Rows(normed(2)), {"input_ids": IDS}),
+    "documents that begin one token late": beside(Rows(documents(1)), Rows(documents(0)), PACKED),
+    "a state that goes on into the next document": beside(Rows(carried(False)), Rows(carried(True)), PACKED),
 }

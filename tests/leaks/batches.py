@@ -29,57 +29,57 @@ def changed(batch, **entries):
     return {name: value for name, value in {**batch, **entries}.items() if value is not None}
 
 
+def wrong(batch, **entries):
+    """(the batch with other entries, the batch)."""
+    return changed(batch, **entries), batch
+
+
+def unequal(batch, leaky, clean):
+    """(the batch with `leaky` entries, with `clean` ones)."""
+    return changed(batch, **leaky), changed(batch, **clean)
+
+
+def bounds(*ends):
+    return dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(ends))
+
+
+def added(allow):
+    return torch.zeros(1, 1, 8, 8).masked_fill(~allow, torch.finfo(torch.float32).min)
+
+
+SHIFTED = torch.tensor([[6, 7, 8, 2, -100, -100, -100, -100]])
+UNENDED = {name: ANSWERS[name].where(ANSWERS[name] != 2, 14) for name in ("input_ids", "labels")}
+LATE = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]])
+EARLY = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+ONES = torch.ones(1, 8, dtype=torch.int64)
+FOUR = (torch.arange(8) >= 4).long()[None]
+
 # cause: (leaky, clean)
 CASES = {
-    "the first token of a document has a label": (changed(PACKED, labels=IDS), PACKED),
-    "a mask of ones switches packing off": (changed(PACKED, attention_mask=torch.ones_like(IDS)), PACKED),
-    "a mask of pairs mixes documents": (changed(PACKED, attention_mask=CAUSAL), changed(PACKED, attention_mask=APART)),
-    "a mask of zeros and ones for transformers": (
-        changed(PACKED, attention_mask=APART.float()),
-        changed(PACKED, attention_mask=torch.zeros(1, 1, 8, 8).masked_fill(~APART, torch.finfo(torch.float32).min)),
+    "the first token of a document has a label": wrong(PACKED, labels=IDS),
+    "a mask of ones switches packing off": wrong(PACKED, attention_mask=torch.ones_like(IDS)),
+    "a mask of pairs mixes documents": unequal(PACKED, {"attention_mask": CAUSAL}, {"attention_mask": APART}),
+    "a mask of zeros and ones for transformers": unequal(
+        PACKED, {"attention_mask": APART.float()}, {"attention_mask": added(APART)}
     ),
-    "labels on padding": (changed(PADDED, labels=PADDED["input_ids"]), PADDED),
-    "labels shifted twice": (
-        changed(PADDED, labels=torch.tensor([[6, 7, 8, 2, -100, -100, -100, -100]])),
-        PADDED,
+    "labels on padding": wrong(PADDED, labels=PADDED["input_ids"]),
+    "labels shifted twice": wrong(PADDED, labels=SHIFTED),
+    "labels outside of the vocabulary": wrong(PACKED, labels=LABELS.where(LABELS != 12, 99)),
+    "labels that are another text": wrong(PACKED, labels=LABELS.where(LABELS < 6, LABELS + 1)),
+    "documents by a name that the model does not read": unequal(
+        PACKED, {"position_ids": None, "document_ids": DOCUMENTS}, {"document_ids": DOCUMENTS}
     ),
-    "labels outside of the vocabulary": (changed(PACKED, labels=LABELS.where(LABELS != 12, 99)), PACKED),
-    "labels that are another text": (changed(PACKED, labels=LABELS.where(LABELS < 6, LABELS + 1)), PACKED),
-    "documents by a name that the model does not read": (
-        changed(PACKED, position_ids=None, document_ids=DOCUMENTS),
-        changed(PACKED, document_ids=DOCUMENTS),
+    "two entries that disagree on documents": unequal(
+        PACKED, {"segment_ids": 1 + FOUR}, {"segment_ids": 1 + DOCUMENTS}
     ),
-    "two entries that disagree on documents": (
-        changed(PACKED, segment_ids=1 + (torch.arange(8) >= 4).long()[None]),
-        changed(PACKED, segment_ids=1 + DOCUMENTS),
-    ),
-    "a mask that counts documents": (changed(PACKED, position_ids=None, attention_mask=1 + DOCUMENTS), PACKED),
-    "lengths that do not add up": (
-        changed(PACKED, cu_seq_lens_q=torch.tensor([0, 5, 7]), cu_seq_lens_k=torch.tensor([0, 5, 7])),
-        changed(PACKED, cu_seq_lens_q=torch.tensor([0, 5, 8]), cu_seq_lens_k=torch.tensor([0, 5, 8])),
-    ),
-    "boundaries in a form that nobody knows": (changed(PACKED, doc_spans=torch.tensor([[0, 4], [5, 7]])), PACKED),
-    "positions that restart one token late": (
-        changed(CLOSED, position_ids=torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]])),
-        CLOSED,
-    ),
-    "positions that restart one token early": (
-        changed(CLOSED, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])),
-        CLOSED,
-    ),
-    "packed documents that nothing tells apart": (
-        changed(CLOSED, position_ids=None, labels=ENDED),
-        CLOSED,
-    ),
-    "answers without an end token": (
-        changed(ANSWERS, input_ids=ANSWERS["input_ids"].where(ANSWERS["input_ids"] != 2, 14),
-                labels=ANSWERS["labels"].where(ANSWERS["labels"] != 2, 14)),
-        ANSWERS,
-    ),
-    "an end token without a label": (
-        changed(ANSWERS, labels=ANSWERS["labels"].where(ANSWERS["labels"] != 2, -100)),
-        ANSWERS,
-    ),
+    "a mask that counts documents": wrong(PACKED, position_ids=None, attention_mask=1 + DOCUMENTS),
+    "lengths that do not add up": unequal(PACKED, bounds(0, 5, 7), bounds(0, 5, 8)),
+    "boundaries in a form that nobody knows": wrong(PACKED, doc_spans=torch.tensor([[0, 4], [5, 7]])),
+    "positions that restart one token late": wrong(CLOSED, position_ids=LATE),
+    "positions that restart one token early": wrong(CLOSED, position_ids=EARLY),
+    "packed documents that nothing tells apart": wrong(CLOSED, position_ids=None, labels=ENDED),
+    "answers without an end token": wrong(ANSWERS, **UNENDED),
+    "an end token without a label": wrong(ANSWERS, labels=ANSWERS["labels"].where(ANSWERS["labels"] != 2, -100)),
     "a loss mask that the model does not read": (
         changed(PADDED, loss_mask=COMPLETION),
         changed(ANSWERS, loss_mask=COMPLETION),
@@ -88,30 +88,12 @@ CASES = {
         changed(PADDED, completion_mask=COMPLETION),
         changed(ANSWERS, completion_mask=COMPLETION),
     ),
-    "shift_labels that are not shifted": (
-        changed(PADDED, shift_labels=PADDED["labels"]),
-        changed(PADDED, shift_labels=torch.tensor([[6, 7, 8, 2, -100, -100, -100, -100]])),
-    ),
-    "one row of labels is shifted": (
-        changed(TWO, labels=torch.cat([PADDED["labels"], PADDED["labels"].roll(-1, 1)])),
-        TWO,
-    ),
-    "one label is another token": (changed(PADDED, labels=PADDED["labels"].where(PADDED["labels"] != 7, 20)), PADDED),
-    "a row without a label": (
-        changed(TWO, labels=torch.cat([PADDED["labels"], torch.full((1, 8), -100)])),
-        TWO,
-    ),
-    "positions that count padding": (
-        changed(LEFT, position_ids=torch.arange(8)[None]),
-        changed(LEFT, position_ids=COUNTED),
-    ),
-    "a mask that covers no padding": (
-        changed(LEFT, attention_mask=torch.ones(1, 8, dtype=torch.int64)),
-        changed(LEFT, position_ids=COUNTED),
-    ),
-    "no mask before padded text": (changed(LEFT, attention_mask=None), changed(LEFT, position_ids=COUNTED)),
-    "a label of -1 that is to be ignored": (
-        changed(ANSWERS, labels=ANSWERS["labels"].where(ANSWERS["labels"] >= 0, -1)),
-        ANSWERS,
-    ),
-}  # fmt: skip
+    "shift_labels that are not shifted": unequal(PADDED, {"shift_labels": PADDED["labels"]}, {"shift_labels": SHIFTED}),
+    "one row of labels is shifted": wrong(TWO, labels=torch.cat([PADDED["labels"], PADDED["labels"].roll(-1, 1)])),
+    "one label is another token": wrong(PADDED, labels=PADDED["labels"].where(PADDED["labels"] != 7, 20)),
+    "a row without a label": wrong(TWO, labels=torch.cat([PADDED["labels"], torch.full((1, 8), -100)])),
+    "positions that count padding": unequal(LEFT, {"position_ids": torch.arange(8)[None]}, {"position_ids": COUNTED}),
+    "a mask that covers no padding": unequal(LEFT, {"attention_mask": ONES}, {"position_ids": COUNTED}),
+    "no mask before padded text": unequal(LEFT, {"attention_mask": None}, {"position_ids": COUNTED}),
+    "a label of -1 that is to be ignored": wrong(ANSWERS, labels=ANSWERS["labels"].clamp(min=-1)),
+}

@@ -107,103 +107,74 @@ def fused(by, model=MODEL):
 
 
 PLAIN = shifted(1)
+EVEN = weighed(lambda batch: torch.ones(2, N))
+MASKED, WEIGHED = {**BATCH, "loss_mask": MASK}, {**BATCH, "token_weights": WEIGHTS}
 MICRO = [BATCH, TEXT]
+
+
+def beside(leaky, batch=BATCH, clean=PLAIN):
+    return (leaky, batch), (clean, batch)
+
 
 # cause: ((leaky loss, its batch), (clean loss, its batch))
 CASES = {
-    "a loss that shifts twice": ((shifted(2), BATCH), (PLAIN, BATCH)),
-    "a loss that shifts three times": ((shifted(3), BATCH), (PLAIN, BATCH)),
-    "a loss that never shifts": ((shifted(0), BATCH), (PLAIN, BATCH)),
-    "a loss that shifts back": ((shifted(-1), BATCH), (PLAIN, BATCH)),
-    "a fused loss that shifts twice": ((fused(2), BATCH), (fused(1), BATCH)),
+    "a loss that shifts twice": beside(shifted(2)),
+    "a loss that shifts three times": beside(shifted(3)),
+    "a loss that never shifts": beside(shifted(0)),
+    "a loss that shifts back": beside(shifted(-1)),
+    "a fused loss that shifts twice": beside(fused(2), clean=fused(1)),
     "the model shifts what a collator has shifted": (
         (MODEL, {**BATCH, "labels": F.pad(LABELS[:, 1:], (0, 1), value=-100)}),
         (MODEL, BATCH),
     ),
-    "rows run together": (
-        (lambda batch: mean(logits(batch).flatten(0, 1)[:-1], batch["labels"].flatten()[1:]), TEXT),
-        (PLAIN, TEXT),
+    "rows run together": beside(
+        lambda batch: mean(logits(batch).flatten(0, 1)[:-1], batch["labels"].flatten()[1:]), TEXT
     ),
-    "a shift that wraps around": (
-        (lambda batch: mean(logits(batch), batch["labels"].roll(-1, 1)), TEXT),
-        (lambda batch: mean(logits(batch), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)), TEXT),
+    "a shift that wraps around": beside(
+        lambda batch: mean(logits(batch), batch["labels"].roll(-1, 1)),
+        TEXT,
+        lambda batch: mean(logits(batch), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)),
     ),
-    "prompts are trained": ((of(lambda batch: batch["input_ids"].where(REAL == 1, -100)), BATCH), (PLAIN, BATCH)),
-    "padding is trained": (
-        (of(lambda batch: batch["input_ids"].where(torch.arange(N) > 3, -100)), BATCH),
-        (PLAIN, BATCH),
+    "prompts are trained": beside(of(lambda batch: batch["input_ids"].where(REAL == 1, -100))),
+    "padding is trained": beside(of(lambda batch: batch["input_ids"].where(torch.arange(N) > 3, -100))),
+    "what is ignored becomes token 0": beside(of(lambda batch: batch["labels"].clamp(min=0))),
+    "ids of another text": beside(of(lambda batch: (batch["input_ids"] * 7 + 3) % V)),
+    "an offset of the vocabulary": beside(of(lambda batch: batch["labels"] + (batch["labels"] >= 0).long())),
+    "the targets of the batch before": beside(of(lambda batch: ((IDS + 5) % V).where(batch["labels"] != -100, -100))),
+    "the targets of the next row": beside(of(lambda batch: batch["labels"].roll(1, 0))),
+    "targets in reverse": beside(of(lambda batch: batch["labels"].flip(1)), TEXT),
+    "its own best guess": beside(lambda batch: mean(logits(batch)[:, :-1], logits(batch)[:, :-1].argmax(-1))),
+    "one wrong target": beside(of(lambda batch: batch["labels"].where(batch["labels"] != 21, 35))),
+    "a hole in the labels": beside(weighed(lambda batch: (IDS != 21).float()), clean=EVEN),
+    "the last token is dropped": beside(lambda batch: mean(logits(batch)[:, :-2], batch["labels"][:, 1:-1])),
+    "the end token is never trained": beside(of(lambda batch: batch["labels"].where(batch["labels"] != 2, -100))),
+    "the last chunk is dropped": beside(lambda batch: in_chunks(batch, 4), clean=lambda batch: in_chunks(batch, N)),
+    "half of the positions": beside(
+        lambda batch: headed(batch, (torch.arange(N - 1) % 2 == 0).expand(2, -1)),
+        clean=lambda batch: headed(batch, LABELS[:, 1:] != -100),
     ),
-    "what is ignored becomes token 0": ((of(lambda batch: batch["labels"].clamp(min=0)), BATCH), (PLAIN, BATCH)),
-    "ids of another text": ((of(lambda batch: (batch["input_ids"] * 7 + 3) % V), BATCH), (PLAIN, BATCH)),
-    "an offset of the vocabulary": ((of(lambda b: b["labels"] + (b["labels"] >= 0).long()), BATCH), (PLAIN, BATCH)),
-    "the targets of the batch before": (
-        (of(lambda batch: ((IDS + 5) % V).where(batch["labels"] != -100, -100)), BATCH),
-        (PLAIN, BATCH),
+    "the first row alone": beside(lambda batch: PLAIN({name: value[:1] for name, value in batch.items()})),
+    "a mean for each row": beside(lambda batch: by_rows(batch, ROWS), clean=lambda batch: by_rows(batch, 4)),
+    "a mean over the padded length": beside(
+        lambda batch: by_rows(batch, REAL.sum(1)), clean=lambda batch: by_rows(batch, N)
     ),
-    "the targets of the next row": ((of(lambda batch: batch["labels"].roll(1, 0)), BATCH), (PLAIN, BATCH)),
-    "targets in reverse": ((of(lambda batch: batch["labels"].flip(1)), TEXT), (PLAIN, TEXT)),
-    "its own best guess": (
-        (lambda batch: mean(logits(batch)[:, :-1], logits(batch)[:, :-1].argmax(-1)), BATCH),
-        (PLAIN, BATCH),
+    "a mean for each document": beside(by_documents, PACKED, lambda batch: terms(batch).sum() / 7),
+    "micro-batches that count alike": beside(
+        MODEL, MICRO, lambda batch: MODEL(**batch, num_items_in_batch=8 + 14).loss
     ),
-    "one wrong target": (
-        (of(lambda batch: batch["labels"].where(batch["labels"] != 21, 35)), BATCH),
-        (PLAIN, BATCH),
+    "a negative weight": beside(weighed(lambda batch: 1.0 - 2 * (IDS == 21)), clean=EVEN),
+    "a weight that falls along the text": beside(
+        weighed(lambda batch: 1 / (1 + torch.arange(N)).expand(2, -1)), clean=EVEN
     ),
-    "a hole in the labels": (
-        (weighed(lambda batch: (IDS != 21).float()), BATCH),
-        (weighed(lambda batch: torch.ones(2, N)), BATCH),
+    "a loss mask that is ignored": beside(PLAIN, MASKED, weighed(lambda batch: batch["loss_mask"].float())),
+    "a loss mask that is one off": beside(
+        weighed(lambda batch: batch["loss_mask"].float().roll(-1, 1)),
+        MASKED,
+        weighed(lambda batch: batch["loss_mask"].float()),
     ),
-    "the last token is dropped": (
-        (lambda batch: mean(logits(batch)[:, :-2], batch["labels"][:, 1:-1]), BATCH),
-        (PLAIN, BATCH),
-    ),
-    "the end token is never trained": (
-        (of(lambda batch: batch["labels"].where(batch["labels"] != 2, -100)), BATCH),
-        (PLAIN, BATCH),
-    ),
-    "the last chunk is dropped": (
-        (lambda batch: in_chunks(batch, 4), BATCH),
-        (lambda batch: in_chunks(batch, N), BATCH),
-    ),
-    "half of the positions": (
-        (lambda batch: headed(batch, (torch.arange(N - 1) % 2 == 0).expand(2, -1)), BATCH),
-        (lambda batch: headed(batch, LABELS[:, 1:] != -100), BATCH),
-    ),
-    "the first row alone": ((lambda batch: PLAIN({k: v[:1] for k, v in batch.items()}), BATCH), (PLAIN, BATCH)),
-    "a mean for each row": ((lambda batch: by_rows(batch, ROWS), BATCH), (lambda batch: by_rows(batch, 4), BATCH)),
-    "a mean over the padded length": (
-        (lambda batch: by_rows(batch, REAL.sum(1)), BATCH),
-        (lambda batch: by_rows(batch, N), BATCH),
-    ),
-    "a mean for each document": ((by_documents, PACKED), (lambda batch: terms(batch).sum() / 7, PACKED)),
-    "micro-batches that count alike": (
-        (MODEL, MICRO),
-        (lambda batch: MODEL(**batch, num_items_in_batch=8 + 14).loss, MICRO),
-    ),
-    "a negative weight": (
-        (weighed(lambda batch: 1.0 - 2 * (IDS == 21)), BATCH),
-        (weighed(lambda batch: torch.ones(2, N)), BATCH),
-    ),
-    "a weight that falls along the text": (
-        (weighed(lambda batch: 1 / (1 + torch.arange(N)).expand(2, -1)), BATCH),
-        (weighed(lambda batch: torch.ones(2, N)), BATCH),
-    ),
-    "a loss mask that is ignored": (
-        (PLAIN, {**BATCH, "loss_mask": MASK}),
-        (weighed(lambda batch: batch["loss_mask"].float()), {**BATCH, "loss_mask": MASK}),
-    ),
-    "a loss mask that is one off": (
-        (weighed(lambda batch: batch["loss_mask"].float().roll(-1, 1)), {**BATCH, "loss_mask": MASK}),
-        (weighed(lambda batch: batch["loss_mask"].float()), {**BATCH, "loss_mask": MASK}),
-    ),
-    "weights of tokens that are ignored": (
-        (PLAIN, {**BATCH, "token_weights": WEIGHTS}),
-        (weighed(lambda batch: batch["token_weights"]), {**BATCH, "token_weights": WEIGHTS}),
-    ),
-    "weights of tokens in the wrong rows": (
-        (weighed(lambda batch: batch["token_weights"].flip(0)), {**BATCH, "token_weights": WEIGHTS}),
-        (weighed(lambda batch: batch["token_weights"]), {**BATCH, "token_weights": WEIGHTS}),
+    "weights of tokens that are ignored": beside(PLAIN, WEIGHED, weighed(lambda batch: batch["token_weights"])),
+    "weights of tokens in the wrong rows": beside(
+        weighed(lambda batch: batch["token_weights"].flip(0)), WEIGHED, weighed(lambda batch: batch["token_weights"])
     ),
     "documents that predict the next one": ((MODEL, {**PACKED, "labels": IDS[:1]}), (MODEL, PACKED)),
-}  # fmt: skip
+}

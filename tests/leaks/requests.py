@@ -17,10 +17,9 @@ PACKED = {**ROW, "position_ids": torch.cat([torch.arange(5), torch.arange(7)])[N
 SLIDING, CAUSAL = "create_sliding_window_causal_mask", "create_causal_mask"
 
 
-def asking(name, maker, change):
-    """A tiny model whose maker of masks is called as `change(maker, **arguments)`."""
-    model = tiny(name, torch.float32)
-    file, own = sys.modules[type(model).__module__], model.forward
+def asking(model, maker, change, file=None):
+    """The model, whose maker of masks is called as `change(maker, **arguments)` in its own or another file."""
+    file, own = file or sys.modules[type(model).__module__], model.forward
 
     @functools.wraps(own)
     def forward(*args, **kwargs):
@@ -53,7 +52,8 @@ def plain(maker, *args, **kwargs):
 
 
 def pair(name, inputs, maker, change):
-    return (asking(name, maker, change), inputs), (tiny(name, torch.float32), inputs)
+    leaky, clean = (tiny(name, torch.float32) for _ in range(2))
+    return (asking(leaky, maker, change), inputs), (clean, inputs)
 
 
 # cause: ((leaky model, its inputs), (clean model, its inputs))

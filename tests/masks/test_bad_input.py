@@ -148,14 +148,6 @@ def test_types_that_are_refused(make, match):
         make()
 
 
-def test_rows_with_nothing_allowed_are_kept():
-    mask = masks.from_dense(torch.tensor([[False, False], [True, False]]))
-    assert mask.row_counts().tolist() == [0, 1]
-    assert mask.keys(0).tolist() == []
-    assert mask.block_mask(1).kv_num_blocks.flatten().tolist() == [0, 0]
-    assert mask.block_mask(1).full_kv_num_blocks.flatten().tolist() == [0, 1]
-
-
 def test_a_mask_mod_may_ignore_an_argument():
     assert masks.from_mask_mod(lambda b, h, q, k: k < 2, 3, 4).dense().int().tolist() == [[1, 1, 0, 0]] * 3
     assert masks.from_mask_mod(lambda b, h, q, k: q < 1, 2).dense().int().tolist() == [[1, 1], [0, 0]]

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -51,11 +50,6 @@ def test_blocks_that_contradict_their_mask_mod_are_named(made, message):
 def test_tables_without_a_mask_mod_are_the_mask():
     mask = masks.block_causal(12, 4)
     assert masks.from_block_mask(mixed(mask.block_mask(4), None, 4)) == mask
-
-
-def test_blocks_that_are_larger_than_the_sequence():
-    table = torch.from_numpy(np.tri(5, 7, dtype=np.bool_))
-    assert masks.from_block_mask(masks.from_dense(table).block_mask(128)) == masks.from_dense(table)
 
 
 def test_sequences_and_heads_of_their_own():

@@ -60,35 +60,6 @@ def test_special_cases_are_one_another():
     assert masks.longformer(6, 2, []) == masks.sliding_window(6, 2, causal=False)
 
 
-def test_block_two_stream_of_single_tokens_is_xlnet_without_its_unused_ends():
-    """order.md: l = 1 is XLNet two-stream with identity order."""
-    n = 5
-    xlnet = masks.permutation_lm(range(n))
-    content, queries = range(n - 1), range(n + 1, 2 * n)
-    kept = [*content, *queries]
-    table = xlnet.dense()[kept][:, kept]
-    assert masks.from_dense(table) == masks.block_two_stream(n, 1)
-
-
-@pytest.mark.parametrize(("num_blocks", "block"), [(2, 1), (3, 2), (4, 3)])
-def test_block_two_stream_is_block_diffusion_without_first_noised_and_last_clean_block(num_blocks, block):
-    diffusion = masks.block_diffusion(num_blocks, block)
-    clean = torch.arange(num_blocks * block, (2 * num_blocks - 1) * block)
-    noised = torch.arange(block, num_blocks * block)
-    kept = torch.cat([clean, noised])
-    assert masks.from_dense(diffusion.dense()[kept][:, kept]) == masks.block_two_stream(num_blocks, block)
-
-
-def test_butterfly_is_not_the_printed_equation():
-    """Hasse, eq. 58 as printed drops the right neighbour of n - 1 centres."""
-    n = 6
-    a = n - 1
-    missing = [(2 * a + s, a + s) for s in range(n - 1)]
-    mask = masks.butterfly(n)
-    assert all(mask.allows(q, k) for q, k in missing)
-    assert mask.nnz == n * (2 * n - 1)
-
-
 def test_sequences_may_be_arrays_or_tensors():
     parents = [-1, 0, 0, 1]
     assert masks.tree(np.array(parents)) == masks.tree(torch.tensor(parents)) == masks.tree(tuple(parents))

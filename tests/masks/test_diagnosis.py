@@ -46,12 +46,11 @@ def test_what_looks_wrong():
     assert kinds(causal) == []
     assert "inverted" in kinds(~causal)
     assert kinds(masks.from_dense(causal.dense().T)) == ["transposed"]
-    leaky = causal | masks.from_edges([(3, 9)], n)
-    [finding] = diagnose(leaky).findings
+    [finding] = diagnose(causal | off(n, (3, 9))).findings
     assert (finding.kind, finding.pairs) == ("nearly", ((3, 9),))
     assert finding.message == "1 pair away from causal(n=64): allows query 3, key 9"
-    assert kinds(causal & ~masks.from_edges([(5, k) for k in range(6)], n))[0] == "empty"
-    assert kinds(causal & ~masks.from_edges([(5, 5)], n)) == ["diagonal", "nearly"]
+    assert kinds(causal & ~off(n, *((5, k) for k in range(6))))[0] == "empty"
+    assert kinds(causal & ~off(n, (5, 5))) == ["diagonal", "nearly"]
     assert kinds(masks.longformer(n, 5)) == []
 
 
@@ -60,18 +59,9 @@ def off(n, *pairs):
 
 
 NEARLY = {
-    "documents, one pair leaks": (
-        masks.document([4, 4]) | off(8, (4, 3)),
-        "1 pair away from document(lengths=[4, 4], in",
-    ),
-    "the first sees the last": (
-        masks.document([5, 7, 4]) | off(16, (0, 15)),
-        "document(lengths=[5, 7, 4], inner='causal')",
-    ),
-    "full documents": (
-        masks.document([6, 9], "full") | off(15, (14, 3)),
-        "document(lengths=[6, 9], inner='full'): allows",
-    ),
+    "one pair leaks": (masks.document([4, 4]) | off(8, (4, 3)), "1 pair away from document(lengths=[4, 4], in"),
+    "the first sees the last": (masks.document([5, 7, 4]) | off(16, (0, 15)), "lengths=[5, 7, 4], inner='causal')"),
+    "full": (masks.document([6, 9], "full") | off(15, (14, 3)), "document(lengths=[6, 9], inner='full'): allows"),
     "one pair is missing": (masks.document([5, 7, 4]) & ~off(16, (14, 12)), "forbids query 14, key 12"),
     "many": (masks.document([99] * 9) | off(891, (99, 98), (500, 3)), "2 pairs away from document(lengths=[99, 99, "),
     "causal, missing": (masks.causal(12) & ~off(12, (6, 2)), "1 pair away from causal(n=12): forbids query 6, key 2"),

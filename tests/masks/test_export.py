@@ -133,11 +133,6 @@ def test_documents_with_windows_are_said(lengths, window, causal):
     assert check(mask, "varlen") is not None
 
 
-def every_table(n):
-    for bits in product((False, True), repeat=n * n):
-        yield np.array(bits).reshape(n, n)
-
-
 def said_by(name, table):
     return made(masks.from_dense(torch.from_numpy(table)), name)[0] is not None
 
@@ -152,7 +147,7 @@ def test_nothing_is_refused_that_can_be_said(n):
     cuts = [np.cumsum([0, *lengths]).tolist() for lengths in compositions(n)]
     bands = {(cut := tuple(c), w): decoded_varlen(cut, cut, False, w).tobytes() for c in cuts for w in sides(n)}
     varlen = set(bands.values())
-    for table in every_table(n):
+    for table in (np.array(bits).reshape(n, n) for bits in product((False, True), repeat=n * n)):
         assert said_by("varlen", table) == (table.tobytes() in varlen)
 
 
@@ -223,18 +218,17 @@ def test_what_is_no_mask_is_told_how_to_become_one():
 
 
 def test_forms_that_say_something_else_are_refused():
+    def ints(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
     with pytest.raises(ValueError, match="overlap"):
-        export.MagiRanges(
-            torch.tensor([[0, 2], [1, 2]]).int(), torch.tensor([[0, 2]] * 2).int(), torch.zeros(2).int(), 2, 2
-        ).to_mask()
+        export.MagiRanges(ints([0, 2], [1, 2]), ints([0, 2], [0, 2]), ints(0, 0), 2, 2).to_mask()
     with pytest.raises(ValueError, match="0, 1, 2 or 3"):
-        export.MagiRanges(
-            torch.tensor([[0, 2]]).int(), torch.tensor([[0, 2]]).int(), torch.tensor([4]).int(), 2, 2
-        ).to_mask()
+        export.MagiRanges(ints([0, 2]), ints([0, 2]), ints(4), 2, 2).to_mask()
     with pytest.raises(ValueError, match="start at 0"):
-        export.Varlen(torch.tensor([1, 2]).int(), torch.tensor([0, 2]).int(), 1, 2, True, (-1, -1)).to_mask()
+        export.Varlen(ints(1, 2), ints(0, 2), 1, 2, True, (-1, -1)).to_mask()
     with refused(ValueError, "as many documents"):
-        export.Varlen(torch.tensor([0, 2]).int(), torch.tensor([0, 1, 2]).int(), 2, 1, True, (-1, -1)).to_mask()
+        export.Varlen(ints(0, 2), ints(0, 1, 2), 2, 1, True, (-1, -1)).to_mask()
     with pytest.raises(ValueError, match="takes 1 or 2 bounds"):
         export.FlashMask(torch.zeros(1, 1, 3, 4).int(), True, 3).to_mask()
 

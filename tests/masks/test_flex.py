@@ -37,16 +37,7 @@ LARGER = [
     masks.causal(300).permute([(7 * i) % 300 for i in range(300)]),
     masks.full(130, 257)[3:, 5:].permute(range(126, -1, -1)),
 ]
-TABLES = [
-    "kv_num_blocks",
-    "kv_indices",
-    "full_kv_num_blocks",
-    "full_kv_indices",
-    "q_num_blocks",
-    "q_indices",
-    "full_q_num_blocks",
-    "full_q_indices",
-]
+TABLES = [f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")]
 
 
 def grid(mask):

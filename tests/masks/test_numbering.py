@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnflow import masks
-from attnflow.masks import numbering, stretches
+from attnflow.masks import numbering
 from attnflow.masks.intervals import IntervalRows
 from tests.strategies import mask_pairs, square_masks
 
@@ -21,16 +21,16 @@ def test_stretches_are_those_of_the_renamed_keys(data):
     pairs = data.draw(st.lists(st.tuples(st.integers(0, n - 1), st.integers(1, n)), min_size=1, max_size=8))
     starts, ends = (np.array(side, np.int32) for side in zip(*((s, max(s + 1, e)) for s, e in pairs), strict=True))
     rows, new_key = IntervalRows(np.arange(len(pairs) + 1), starts, ends, n), np.array(names)
-    made = stretches.pieces_of(rows, new_key, 1000)
+    made = numbering.pieces_of(rows, new_key, 1000)
     assert made is not None
     sets = [set[int]() for _ in starts]
     for interval, start, end in zip(*(part.tolist() for part in made), strict=True):
         assert sets[interval].isdisjoint(range(start, end))
         sets[interval].update(range(start, end))
     assert sets == [set(new_key[s:e].tolist()) for s, e in zip(starts, ends, strict=True)]
-    assert stretches.pieces_of(rows, new_key, len(made[0])) is not None
+    assert numbering.pieces_of(rows, new_key, len(made[0])) is not None
     fewest = sum(1 for keys in sets for key in keys if key - 1 not in keys)
-    assert stretches.pieces_of(rows, new_key, fewest - 1) is None
+    assert numbering.pieces_of(rows, new_key, fewest - 1) is None
 
 
 @given(mask_pairs(9), st.sampled_from([0, 1, 4, 1000]))

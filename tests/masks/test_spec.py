@@ -144,10 +144,8 @@ def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
-    for path, message in (
-        (tmp_path / "nothing.json", r"cannot read .*nothing\.json: No such file"),
-        (tmp_path, "Is a d"),
-    ):
+    missing = tmp_path / "nothing.json", r"cannot read .*nothing\.json: No such file"
+    for path, message in (missing, (tmp_path, "Is a d")):
         with pytest.raises(ValueError, match=message):
             read_json(path)
 

@@ -93,5 +93,4 @@ def state(model: PreTrainedModel) -> list[tuple[object, ...]]:
 
 
 def tokens(batch: int = 2, length: int = 7) -> torch.Tensor:
-    """Random token ids, without the special ones."""
     return torch.randint(3, 50, (batch, length))

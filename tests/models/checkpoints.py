@@ -29,6 +29,15 @@ def repack(folder, change):
     save_file(change(tensors) or tensors, file, {"format": "pt"})
 
 
+def blocks_of(model, turned=lambda weight, heads: weight):
+    """Queries and keys under llama.cpp's names, their rows turned as a converter does."""
+    return {
+        f"blk.{live.layer}.attn_{name}.weight": turned(weight().detach(), heads).contiguous()
+        for live in attention_layers(model)
+        for name, weight, heads in (("q", live.query, live.num_heads), ("k", live.key, live.num_kv_heads))
+    }
+
+
 def write_gguf(path, architecture, tensors, heads=4, kv_heads=2, kind=gguf.GGMLQuantizationType.F32, **stated):
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_head_count(heads)

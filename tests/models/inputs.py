@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -16,54 +18,22 @@ def _first(batch: int) -> Tensor:
     return torch.full((batch, 1), 5)
 
 
-def token(batch: int) -> dict[str, Tensor]:
-    return {"input_ids": _first(batch)}
-
-
-def tokens(batch: int) -> dict[str, Tensor]:
-    return {"input_ids": torch.full((batch, 4), 5)}
-
-
-def token_pair(batch: int) -> dict[str, Tensor]:
-    return {**token(batch), "decoder_input_ids": _first(batch)}
-
-
-def pixels(batch: int) -> dict[str, Tensor]:
-    return {"pixel_values": _zeros(batch, 3, 8, 8)}
-
-
-def pixels_and_tokens(batch: int) -> dict[str, Tensor]:
-    return {"input_ids": torch.full((batch, 3), 2), **pixels(batch)}
-
-
-def captioned(batch: int) -> dict[str, Tensor]:
-    return {**pixels(batch), "decoder_input_ids": _first(batch)}
-
-
-def image_tokens(batch: int) -> dict[str, Tensor]:
-    return {**pixels(batch), "input_ids": torch.full((batch, 4), 7)}
-
-
-def patches(batch: int) -> dict[str, Tensor]:
-    """One image of as many patches as samples are asked for."""
-    return {"hidden_states": _zeros(batch, 3 * 2 * 4 * 4), "grid_thw": torch.tensor([[1, 2, batch // 2]])}
-
-
-def attending(batch: int) -> dict[str, Tensor]:
-    return {**token(batch), "encoder_hidden_states": _zeros(batch, 3, WIDTH)}
-
-
-def waveform(batch: int) -> dict[str, Tensor]:
-    return {"input_values": _zeros(batch, 64)}
-
-
-def dictated(batch: int) -> dict[str, Tensor]:
-    return {**waveform(batch), "decoder_input_ids": _first(batch)}
-
-
-def spectrum(batch: int) -> dict[str, Tensor]:
-    return {"input_values": _zeros(batch, 8, 8)}
-
-
-def spectrogram(batch: int) -> dict[str, Tensor]:
-    return {"input_features": _zeros(batch, 8, 16), "decoder_input_ids": _first(batch)}
+run = SimpleNamespace(
+    token=lambda batch: {"input_ids": _first(batch)},
+    tokens=lambda batch: {"input_ids": torch.full((batch, 4), 5)},
+    token_pair=lambda batch: {"input_ids": _first(batch), "decoder_input_ids": _first(batch)},
+    pixels=lambda batch: {"pixel_values": _zeros(batch, 3, 8, 8)},
+    pixels_and_tokens=lambda batch: {"input_ids": torch.full((batch, 3), 2), "pixel_values": _zeros(batch, 3, 8, 8)},
+    captioned=lambda batch: {"pixel_values": _zeros(batch, 3, 8, 8), "decoder_input_ids": _first(batch)},
+    image_tokens=lambda batch: {"pixel_values": _zeros(batch, 3, 8, 8), "input_ids": torch.full((batch, 4), 7)},
+    # one image of as many patches as samples are asked for
+    patches=lambda batch: {
+        "hidden_states": _zeros(batch, 3 * 2 * 4 * 4),
+        "grid_thw": torch.tensor([[1, 2, batch // 2]]),
+    },
+    attending=lambda batch: {"input_ids": _first(batch), "encoder_hidden_states": _zeros(batch, 3, WIDTH)},
+    waveform=lambda batch: {"input_values": _zeros(batch, 64)},
+    dictated=lambda batch: {"input_values": _zeros(batch, 64), "decoder_input_ids": _first(batch)},
+    spectrum=lambda batch: {"input_values": _zeros(batch, 8, 8)},
+    spectrogram=lambda batch: {"input_features": _zeros(batch, 8, 16), "decoder_input_ids": _first(batch)},
+)

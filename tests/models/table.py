@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from tests.conformance.miniature import small_config
-from tests.models import inputs as run
+from tests.models.inputs import run
 from tests.models.options import (
     ALL_FULL,
     AUDIO,

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from attnflow.geometry.score import score
 from attnflow.models.weights.attention import attention_layers
 from tests.models import ZOO
-from tests.models.checkpoints import repack, same_weights, write_gguf
+from tests.models.checkpoints import blocks_of, repack, same_weights, write_gguf
 
 
 def test_safetensors_shards_and_a_model_in_memory(llama, tmp_path):
@@ -84,11 +84,9 @@ def as_llama_cpp(weight, heads):
 @pytest.mark.parametrize(("kind", "error"), [("F32", 0), ("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 2e-2), ("Q4_1", 0.2)])
 def test_gguf_is_unpacked_and_its_rows_put_back(llama, tmp_path, kind, error):
     model, _ = llama
-    tensors = {}
-    for live in attention_layers(model):
-        tensors[f"blk.{live.layer}.attn_q.weight"] = as_llama_cpp(live.query().detach(), 4).contiguous()
-        tensors[f"blk.{live.layer}.attn_k.weight"] = as_llama_cpp(live.key().detach(), 2).contiguous()
-    file = write_gguf(tmp_path / "m.gguf", "llama", tensors, kind=gguf.GGMLQuantizationType[kind])
+    file = write_gguf(
+        tmp_path / "m.gguf", "llama", blocks_of(model, as_llama_cpp), kind=gguf.GGMLQuantizationType[kind]
+    )
     same_weights(file, model, error)
     same_weights(tmp_path, model, error)
     assert not score(file).notes
@@ -96,11 +94,7 @@ def test_gguf_is_unpacked_and_its_rows_put_back(llama, tmp_path, kind, error):
 
 def test_gguf_of_other_architectures_keeps_its_rows(llama, tmp_path):
     model, _ = llama
-    tensors = {}
-    for live in attention_layers(model):
-        tensors[f"blk.{live.layer}.attn_q.weight"] = live.query().detach().contiguous()
-        tensors[f"blk.{live.layer}.attn_k.weight"] = live.key().detach().contiguous()
-    same_weights(write_gguf(tmp_path / "m.gguf", "qwen2", tensors), model)
+    same_weights(write_gguf(tmp_path / "m.gguf", "qwen2", blocks_of(model)), model)
     fused = ZOO["Phi3"].build().float()
     weights = {
         f"blk.{index}.attn_qkv.weight": layer.self_attn.qkv_proj.weight.detach()

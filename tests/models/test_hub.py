@@ -17,7 +17,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A model in shards, and an empty cache."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     ZOO["Llama"].build().save_pretrained(tmp_path / "llama", max_shard_size="20KB")
     return tmp_path / "llama"

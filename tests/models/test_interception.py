@@ -23,8 +23,6 @@ INTERFACES = [*CAUSAL, *BIDIRECTIONAL, "Doge", "BigBirdPegasus", "Bart"]
 
 
 class Watch:
-    """Lets calls through and keeps them."""
-
     def __init__(self):
         self.calls = []
 
@@ -34,8 +32,6 @@ class Watch:
 
 
 class Add:
-    """A number added to every output."""
-
     def __init__(self, number):
         self.number = number
 

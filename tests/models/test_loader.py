@@ -23,7 +23,6 @@ ABSENT = Packaged("no-such-model==1.0", "no_such_module_of_attnflow", "model.ggu
 
 @pytest.fixture(name="folder")
 def _folder(tmp_path):
-    """A tiny saved model without a tokenizer."""
     model = tiny("Llama", torch.float32)
     model.save_pretrained(tmp_path)
     return tmp_path

@@ -9,7 +9,7 @@ import attnflow as af
 from attnflow.models.loading import names
 from attnflow.models.loading.names import MODELS, MissingPackage, Packaged
 from attnflow.models.weights.attention import attention_layers
-from tests.models.checkpoints import write_gguf
+from tests.models.checkpoints import blocks_of, write_gguf
 
 REACHED = "the hub was asked"
 
@@ -99,12 +99,9 @@ def test_without_transformers_what_is_missing_is_said():
 
 def test_local_checkpoints_are_scored_without_transformers(llama, tmp_path):
     model, folder = llama
-    layers = attention_layers(model)
-    weights = {f"blk.{layer.layer}.attn_q.weight": layer.query() for layer in layers}
-    weights |= {f"blk.{layer.layer}.attn_k.weight": layer.key() for layer in layers}
-    write_gguf(tmp_path / "own.gguf", "qwen2", {name: weight.detach().contiguous() for name, weight in weights.items()})
+    write_gguf(tmp_path / "own.gguf", "qwen2", blocks_of(model))
     sources = (folder / "model.safetensors", folder, tmp_path / "own.gguf")
-    assert without_transformers(*sources) == [str(sum(1 + layer.num_heads for layer in layers))] * 3
+    assert without_transformers(*sources) == [str(sum(1 + layer.num_heads for layer in attention_layers(model)))] * 3
 
 
 def test_texts_begin_with_the_first_sonnet_or_act():

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from attnflow import geometry
 from attnflow._core.markup import percent
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.models.passes.recording import ComponentName
 from attnflow.report import figure, page
-from attnflow.report.attribution import attribution_chart, attribution_part, leading, row_of
-from attnflow.report.charts import NEGATIVE, POSITIVE
+from attnflow.report.attribution import attribution_chart, attribution_part
+from attnflow.report.attribution_rows import leading, row_of
+from attnflow.report.charts import NEGATIVE, POSITIVE, signed
 from attnflow.report.page import Context, build
+from tests.models import tiny
 from tests.report.reading import parse_page
-
-pytest.importorskip("matplotlib")
 
 
 def components(layers):
@@ -169,7 +170,7 @@ def test_of_three_hundred_tokens_those_with_the_largest_weights_are_shown_and_th
     result = made(keys=300)
     drawn = figure(result)
     axes, _ = tokens_of(drawn)
-    best = result.weights.topk(48).indices.sort().values
+    best = result.weights.topk(48).indices
     assert [text.get_text() for text in axes.get_xticklabels()] == [f"word{index}" for index in best.tolist()]
     share = percent(float(result.weights[best].sum()))
     assert f"the 48 of 300 keys with the largest weights, {share} of all" in words(drawn)
@@ -321,3 +322,33 @@ def test_the_page_says_what_is_shown_and_what_is_not():
     above = int((result.scores > result.weights @ result.scores).sum())
     assert prompt.count("token attract-") == above
     assert len(shown.html) < 2_000_000
+
+
+def test_two_keys_are_compared_by_their_terms_less_each_other():
+    result = geometry.attribute(tiny("Llama", torch.float32), [5, 6, 7, 8, 9], 1, 1, 4, 2, against=3)
+    row = row_of(result)
+    best = leading(result, row, 4)
+    expected = [(term.query_component, term.key_component, term.value) for term in result.contrast(4)]
+    assert [(query, key) for query, key, _ in best.terms] == [(query, key) for query, key, _ in expected]
+    assert [value for *_, value in best.terms] == pytest.approx([value for *_, value in expected], abs=1e-6)
+    assert best.total == pytest.approx(float(result.scores[0] - result.scores[1]), abs=1e-4)
+    text = parse_page(page(result).html).text
+    assert "above “9” (3)" in text or "above “8” (3)" in text
+    assert "all of them sum to the difference of the two scores" in text
+
+
+def test_the_page_leads_with_the_largest_term_for_looking_there():
+    result = made()
+    row = row_of(result)
+    largest = max(value for *_, value in leading(result, row, 10).terms)
+    assert (
+        f"The largest term for looking there, {signed(largest)} logits above the row’s mean"
+        in parse_page(page(result).html).text
+    )
+
+
+def test_weights_are_drawn_from_nothing_to_all():
+    axes, _ = tokens_of(figure(made(), picture="tokens"))
+    bars = axes.figure.axes[0]
+    assert bars.get_ylim() == (0, 1)
+    assert [label.get_text() for label in bars.get_yticklabels()] == ["0", "50 %", "100 %"]

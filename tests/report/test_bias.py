@@ -34,19 +34,11 @@ def found(scale=1.0, queries=range(N), causal=True, base=True, tokens=None):
     return BiasMap("tiny", names, tuple(queries), (layer(0, 0.0), layer(4, 5.0)), (), causal)
 
 
-def read(report):
-    return parse_page(report.html)
-
-
-def svgs(html):
-    return [parse_svg("<svg" + part.split("</svg>")[0] + "</svg>") for part in html.split("<svg")[1:]]
-
-
 def test_sections_and_what_they_say():
     given = found()
     report = page(given, details={"Bias": "folder"})
     assert [section.name for section in report.sections] == ["bias", "maps", "weights", "graph"]
-    shown = read(report)
+    shown = parse_page(report.html)
     assert "drawn most to cat (position 1)" in shown.text
     assert f"strongest in layer {4}" in shown.text
     assert "the graph is acyclic" in shown.text
@@ -64,7 +56,7 @@ def test_sections_and_what_they_say():
 def test_a_bias_of_zero_says_so():
     report = page(found(scale=0.0))
     assert [section.name for section in report.sections] == ["bias"]
-    assert "attends exactly as its base model does" in read(report).text
+    assert "attends exactly as its base model does" in parse_page(report.html).text
 
 
 def test_long_contexts_show_the_keys_that_matter():

@@ -20,7 +20,6 @@ def entry_report(name="Llama", **options):
 
 
 def test_the_chart_shows_tokens_near_entries_and_texts():
-    pytest.importorskip("matplotlib")
     found = entry_report()
     pushes, by_value, by_key, cells = figure(found).axes[:4]
     strengths = [one.strength for one in (*found.raised, *reversed(found.lowered))]
@@ -52,7 +51,6 @@ def test_the_page_says_what_the_chart_shows():
 
 
 def test_a_removal_has_two_bars_for_each_token():
-    pytest.importorskip("matplotlib")
     removal = entry_report(ablate=[5, 6, 7]).removal
     axes = figure(removal).axes[0]
     widths = [bar.get_width() for bar in axes.patches]

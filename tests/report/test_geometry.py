@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -22,28 +23,11 @@ HOSTILE = '<script>alert(1)</script> & "quotes" \x00'
 
 
 def scores(model="one", layers=4, heads=3, parts=(("", "self"),), notes=(), **reading):
-    rows = [
-        MatrixScores(
-            layer,
-            head,
-            kind,
-            math.nan if kind == "cross" else 0.01 * layer,
-            -0.02 * layer,
-            1.0,
-            0,
-            1,
-            tower,
-            flags=("zero",) if (layer, head) == (1, 0) else (),
-        )
-        for tower, kind in parts
-        for layer in range(layers)
-        for head in ("all", *range(heads))
-    ]
+    flags, rows = {(1, 0): ("zero",)}, []
+    for (tower, kind), layer, head in product(parts, range(layers), ("all", *range(heads))):
+        values = math.nan if kind == "cross" else 0.01 * layer, -0.02 * layer, 1.0, 0, 1
+        rows.append(MatrixScores(layer, head, kind, *values, tower, flags=flags.get((layer, head), ())))
     return GeometryScores(model, tuple(rows), notes=notes, **reading)
-
-
-def svgs(report):
-    return [parse_svg(text) for text in re.findall(r"<svg.*?</svg>", report.html, re.DOTALL)]
 
 
 def test_one_model():
@@ -70,7 +54,7 @@ def test_several_models_with_the_published_values_and_a_failure():
     assert "interleaved by head" in text
     assert "two: decoder, cross" in text
     assert "decoder, cross: 4 layers none" in text
-    plane = svgs(report)[0]
+    plane = parse_svg(re.search(r"<svg.*?</svg>", report.html, re.DOTALL).group())
     names = ["EleutherAI/pythia-70m", "two: encoder, self", "two: decoder, self"]  # cross has no place
     assert [text for text in texts(plane) if text.startswith(("EleutherAI", "two"))] == names
     marks = [node for node in plane.iter() if node.get("class", "").startswith("af-fill-s")]

@@ -295,14 +295,9 @@ def diagrams(draw, max_size=14):
     return sizes, edges
 
 
-def box(centre, size, margin=0.0):
+def box(centre, size):
     (x, y), (width, height) = centre, size
-    return (
-        x - width / 2 - margin,
-        y - height / 2 - margin,
-        x + width / 2 + margin,
-        y + height / 2 + margin,
-    )
+    return x - width / 2, y - height / 2, x + width / 2, y + height / 2
 
 
 def overlap(a, b):

@@ -29,9 +29,7 @@ def test_sections_and_what_they_say():
     assert [section.name for section in report.sections] == ["prompt", "entries", "maps", "layers"]
     shown = read(report)
     strongest = found.fired(-1, count=1)[0]
-    assert (
-        f"{strongest.entry} of layer {strongest.layer}, {'raises' if strongest.effect > 0 else 'lowers'}" in shown.text
-    )
+    assert f"the largest effect, {strongest.name}, is {'for' if strongest.effect > 0 else 'against'}" in shown.text
     assert "folder" in shown.text
     assert 'Paris | is,↵"big"' in shown.text
     assert all(token_label(token) in report.sections[0].body.markup for token in found.tokens)
@@ -44,7 +42,7 @@ def test_sections_and_what_they_say():
     assert {entry_name(one) for one in found.fired(-1)} <= set(texts(bars))
     numbers = report.sections[3].body.markup
     assert "is the sum of entries" in numbers
-    effect = float(found.layer(2).effect[-1])
+    effect = float(found.layer(2).direct_effect[-1])
     assert any(abs(float(cell.replace("−", "-")) - effect) < 0.02 for cell in re.findall(r"[+−]\d+\.\d+", numbers))
     assert report.html.count("<script") == 1
 
@@ -66,21 +64,20 @@ def test_nothing_fired_for_the_last_token():
 
 @pytest.mark.parametrize("effects", [True, False])
 def test_figure_shows_layers_tokens_and_entries(effects):
-    pytest.importorskip("matplotlib")
     found = made(effects)
     drawn = figure(found, count=5, title="the $title")
     shares, written, bars = drawn.axes[:3]
     assert shares.images[0].get_array().shape == (2, 3)
     expected = [one.active / 20 for one in found]
     assert torch.allclose(torch.tensor(shares.images[0].get_array()), torch.stack(expected).double())
-    table = [one.effect if effects else one.output_norm for one in found]
+    table = [one.direct_effect if effects else one.output_norm for one in found]
     assert torch.equal(torch.tensor(written.images[0].get_array()), torch.stack(table).double())
     strongest = found.fired(-1, count=5)
     if effects:  # those for the target come first
         strongest = [*(one for one in strongest if one.effect > 0), *(one for one in strongest if one.effect <= 0)]
     sizes = [one.effect if effects else one.norm for one in strongest]
     assert [patch.get_width() for patch in bars.patches] == pytest.approx(sizes)
-    assert [text.get_text() for text in bars.get_yticklabels()] == [f"{one.layer} · {one.entry}" for one in strongest]
+    assert [text.get_text() for text in bars.get_yticklabels()] == [one.name for one in strongest]
     for axes in (shares, written):
         assert axes.get_ylim()[0] > axes.get_ylim()[1]  # layer 0 is at the top
         assert axes.get_xlabel() == ("token → target" if effects else "token")
@@ -94,12 +91,11 @@ def test_figure_shows_layers_tokens_and_entries(effects):
 
 
 def test_outliers_do_not_hide_the_rest_of_a_map_and_it_says_so():
-    pytest.importorskip("matplotlib")
     found = made()
-    layers = [replace(one, effect=torch.full((3,), 0.1)) for one in found]
+    layers = [replace(one, direct_effect=torch.full((3,), 0.1)) for one in found]
     plain = figure(replace(found, layers=tuple(layers)), picture="layers").axes[1]
     assert "clipped" not in plain.get_title()
-    layers[0].effect[1] = 50.0
+    layers[0].direct_effect[1] = 50.0
     axes = figure(replace(found, layers=tuple(layers)), picture="layers").axes[1]
     limit = axes.images[0].get_clim()[1]
     assert limit == pytest.approx(float(torch.tensor([0.1] * 5 + [50.0]).double().quantile(0.99)))
@@ -108,7 +104,6 @@ def test_outliers_do_not_hide_the_rest_of_a_map_and_it_says_so():
 
 
 def test_both_effects_stand_side_by_side_with_the_probability():
-    pytest.importorskip("matplotlib")
     found = made()
     last = found.layers[1]
     for name in ("ablated_effects", "probability_effects"):
@@ -118,9 +113,9 @@ def test_both_effects_stand_side_by_side_with_the_probability():
     bars = figure(shown, picture="entries").axes[0]
     assert bars.patches[-1].get_width() == -0.125
     assert "p = 75\xa0%" in bars.get_title()
-    assert bars.get_legend().get_texts()[0].get_text() == "direct effect"
+    assert bars.get_legend().get_texts()[0].get_text() == "effect"
     body = page(shown).sections[1].body.markup
-    assert all(word in body for word in ("Direct effect", "Ablated", "Probability lost", "−0.125", "+0.0625"))
+    assert all(word in body for word in ("Effect", "Direct effect", "Ablated", "Probability lost", "−0.125", "+0.0625"))
     assert "Ablated" not in page(found).sections[1].body.markup
     assert "probability 75\xa0%" in page(shown).html
 

@@ -91,7 +91,7 @@ def test_the_trace_is_that_of_knowledge(page, network):
     reply = ask(page, "trace", text=TEXT)
     assert (reply["position"], len(reply["values"]), len(reply["values"][0])) == (7, 2, 8)
     fired = af.knowledge.trace(network, IDS).fired(-1, count=3)
-    assert [entry["name"] for entry in reply["entries"][:3]] == [f"{one.layer} · {one.entry}" for one in fired]
+    assert [entry["name"] for entry in reply["entries"][:3]] == [one.name for one in fired]
     assert ask(page, "trace", text=TEXT, position=2)["position"] == 2
     assert "position must be one of" in ask(page, "trace", text=TEXT, position=99)["error"]
 

@@ -95,13 +95,8 @@ def test_a_stack_has_a_mask_for_each_layer_and_its_product_flows():
 def test_undo_and_redo_go_through_every_design():
     page = session()
     designs = [page.design]
-    for name in ("full", "sliding_window", "prefix_lm"):
-        do(
-            page,
-            "pick",
-            name=name,
-            settings={"window": "2"} if name == "sliding_window" else {"prefix": "3"} if name == "prefix_lm" else {},
-        )
+    for name, typed in (("full", {}), ("sliding_window", {"window": "2"}), ("prefix_lm", {"prefix": "3"})):
+        do(page, "pick", name=name, settings=typed)
         designs.append(page.design)
     for expected in reversed(designs[:-1]):
         reply = do(page, "undo")

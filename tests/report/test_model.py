@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from attnflow import audit, bias, knowledge, masks
+from attnflow import audit, bias, explain, knowledge, masks
 from attnflow.report import model_page, page
 from tests.models import tiny
 from tests.report.reading import parse_page
@@ -24,10 +24,11 @@ def test_the_verdict_comes_first_and_the_mask_last():
     assert [name for name in names if name in shown] == shown
     assert made.ok
     assert "problems" not in names
-    parts = ["audit", "geometry", "bias", "attribution", "knowledge", "order"]
-    assert steps == [(i, 6, what) for i, what in enumerate(parts)]
+    parts = ["audit", "geometry", "answer", "bias", "attribution", "knowledge", "order"]
+    assert steps == [(i, 7, what) for i, what in enumerate(parts)]
+    assert re.match(r"No leak found, 100 % of the forbidden pairs tested\. mine says “", opening(made))
     scores = r"Symmetry \S+, directionality \S+ \(median of 2 layers\)\."
-    assert re.match(rf"No leak found, 100 % of the forbidden pairs tested\. {scores}", opening(made))
+    assert re.search(scores, parse_page(made.html).text.replace("\xa0", " "))
     assert "queries may attend" not in opening(made)
 
 
@@ -41,13 +42,38 @@ def test_a_leak_opens_the_page_with_its_place():
     assert re.match(r"Leak found, first in model.layers.1.mlp \(layer 1\): \d+ violations?, \d+ % of", opening(made))
 
 
-def test_one_head_is_explained():
-    made = model_page(tiny("Llama", torch.float32), [5, 6, 7, 8], title="mine")
+def test_the_page_opens_with_the_answer_and_a_line_for_each_question():
+    model = tiny("Llama", torch.float32)
+    made = model_page(model, [5, 6, 7, 8], title="mine")
     names = [section.name for section in made.sections]
     assert "problems" not in names
+    assert names[:4] == ["flow", "edges", "sources", "audit"]
+    said = opening(made)
+    assert re.match(r"No leak found, .*\. mine says “\S+” \(.* %\), \S+ logits above the mean of all tokens\.", said)
+    edge = explain.answer(model, [5, 6, 7, 8]).edges[0]
+    assert f"Head {edge.name} tells it most" in said
+    assert '<dl class="key"' not in made.html  # no wall of numbers
+    flow = parse_page(made.sections[0].body.markup).text
+    assert re.search(rf"In which geometry\? {edge.name} has symmetry \S+ and directionality \S+\. It gives “", flow)
+
+
+def test_the_head_that_told_most_is_explained_against_another_token():
+    model = tiny("Llama", torch.float32)
+    made = model_page(model, [5, 6, 7, 8], title="mine")
+    names = [section.name for section in made.sections]
     assert names[names.index("why") : names.index("why") + 3] == ["why", "pairs", "received"]
-    assert "In layer 1, head " in parse_page(made.html).text  # two thirds of two layers up
-    assert "of its heads, this one has the most weight on a token besides the first" in opening(made)
+    edge = explain.answer(model, [5, 6, 7, 8]).edges[0]
+    why = parse_page(next(section for section in made.sections if section.name == "why").body.markup).text
+    assert f"In layer {edge.layer}, head {edge.head} the query" in why
+    assert re.search(r"The largest term (for|against) looking there, \S+ logits above “", why)
+
+
+def test_without_an_answer_a_head_two_thirds_up_is_explained():
+    made = model_page(tiny("Llama", torch.float32).model, [5, 6, 7, 8], title="mine")  # no logits
+    text = parse_page(made.html).text
+    assert "Answer: " in text
+    assert "In layer 1, head " in text
+    assert "of its heads, this one has the most weight on a token besides the first" in text
 
 
 def test_what_cannot_be_found_out_is_named_at_the_end_and_the_rest_is_shown():

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from attnflow import audit, bias, geometry, knowledge, masks, report, tasks
+from attnflow import audit, bias, explain, geometry, knowledge, masks, report, tasks
 from attnflow._core.handles import Handle
 from attnflow._core.results import Result
 from attnflow.bias.map import LayerQuery, QueryBias
+from attnflow.explain.explanation import Explanation
 from attnflow.knowledge.reading.results import ActivityReport, LayerActivity
 from attnflow.models.passes.recording import ComponentName
 from attnflow.order import analyze
@@ -69,6 +70,7 @@ HANDLES = {
     "MaskHandle": lambda: masks.attach(tiny("Llama"), per_layer=[masks.causal(8), masks.full(8)]),
     "BiasHandle": lambda: bias.attach(tiny("Llama", torch.float32)),
     "Monitor": monitored,
+    "AnswerReading": lambda: explain.reading(tiny("Llama", torch.float32), [5, 6, 7]),
     "AttentionReading": lambda: geometry.reading(tiny("Llama", torch.float32), [5, 6, 7]),
     "SharedPrefixes": lambda: tasks.share_prefixes(tiny("Llama", torch.float32)),
     "Edited": edited,
@@ -107,7 +109,8 @@ MAKERS = {
     "ScoreAttribution": attribution,
     "Trace": trace,
     "EntryReport": entry_report,
-    "Removal": lambda: entry_report(ablate=[5, 6, 7]).removal,
+    "EntryRemoval": lambda: entry_report(ablate=[5, 6, 7]).removal,
+    "Explanation": lambda: sample(Explanation),
 }
 
 
@@ -130,6 +133,12 @@ def _hostile_trace(text):
     return replace(found, tokens=(text,) * 4, texts={found.fired(-1, count=1)[0].entry: text}, model=text)
 
 
+def _hostile_explanation(text):
+    found = sample(Explanation)
+    sources = tuple(replace(source, promotes=(text,)) if source.entry else source for source in found.sources)
+    return replace(found, texts=(text,) * len(found.texts), sources=sources, answer=text, against=(text,), model=text)
+
+
 def _hostile_attribution(text):
     result = attribution(model=text, query_token=text, tokens=(text,) * 5)
     return replace(result, components=(ComponentName(None, text, text), *result.components[1:]))
@@ -138,6 +147,7 @@ def _hostile_attribution(text):
 HOSTILE = {
     "BiasMap": lambda text: bias_page_map(tokens=[text, "b", "c", "d", "e", text]),
     "EntryReport": _hostile_entry,
+    "Explanation": _hostile_explanation,
     "ScoreAttribution": _hostile_attribution,
     "Trace": _hostile_trace,
 }
@@ -157,7 +167,7 @@ def test_tokens_and_names_stay_text(name, text):
 
 AS_TABLES = {
     *("AloneReport", "BatchReport", "Decoded", "Diagnosis", "Duplicates", "EditReport", "OrderDifference"),
-    *("PairScores", "Scores", "SharingReport", "StoreStats", "Verification"),
+    *("PairScores", "Removal", "Scores", "SharingReport", "StoreStats", "Verification"),
 }
 
 
@@ -289,7 +299,7 @@ def test_a_monitor_without_a_record_says_how_to_make_one():
 
 
 def test_a_page_of_a_result_without_a_part_of_its_own_shows_its_picture_and_short_numbers():
-    html = report.page(MAKERS["Removal"]()).html
+    html = report.page(MAKERS["EntryRemoval"]()).html
     assert "<svg" in html
     assert not re.search(r">-?\d\.\d{8,}<", html)
 
@@ -306,20 +316,8 @@ def test_without_matplotlib_pages_hold_tables_and_name_the_extra(name, monkeypat
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     charts = {
-        "Flow",
-        "Mask",
-        "AuditReport",
-        "BiasMap",
-        "GeometryScores",
-        "ScoreAttribution",
-        "GeometrySurvey",
-        "Trace",
-        "EntryReport",
-        "Removal",
-        "MaskGrid",
-        "Task",
-        "MergedTask",
-        "Monitor",
+        *("Flow", "Mask", "AuditReport", "BiasMap", "GeometryScores", "ScoreAttribution", "GeometrySurvey", "Trace"),
+        *("EntryReport", "EntryRemoval", "MaskGrid", "Task", "MergedTask", "Monitor"),
     }
     assert ("attnflow[report]" in report.page(result).html) == (name in charts)
     assert report.notebook(result).startswith("<div")

@@ -1,5 +1,7 @@
 """The screen of the model in a real browser: what is asked, what is drawn, where a leak starts."""
 
+import re
+
 import pytest
 
 import attnflow as af
@@ -146,8 +148,9 @@ def entry(page):
     page.locator(".fired tbody button").first.click()
     page.wait_for_function("() => document.querySelector('#model-entry').ariaSelected === 'true'")
     settled(page)
-    layer, identity = name.split(" · ")
-    assert view.locator("h3").first.text_content().startswith(f"Entry {identity} layer {layer} · norm of its value")
+    layer, number_within = map(int, re.fullmatch(r"L(\d+)N(\d+)", name).groups())
+    title = f"Entry {48 * layer + number_within} layer {layer} · norm of its value"
+    assert view.locator("h3").first.text_content().startswith(title)
     assert view.locator(".words tbody tr").count() == 16
     view.get_by_role("button", name="Look for it").click()
     view.locator(".passage").first.wait_for()

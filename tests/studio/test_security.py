@@ -352,8 +352,7 @@ def test_no_process_outlives_the_server_however_it_ends():
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
 )
 @pytest.mark.slow
 def test_the_command_says_where_it_is_and_ends_quietly_while_a_process_starts(number, code):

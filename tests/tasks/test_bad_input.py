@@ -15,6 +15,8 @@ from tests.models import tiny
 
 IDS = [11, 12, 13, 14, 15, 16]
 DATA = [Token(id, i) for i, id in enumerate(IDS)]
+CAUSAL = tasks.causal_lm(IDS)
+UNDECODABLE = "Jamba", "FalconH1", "Bloom", "T5", "Mamba2"
 LABELS = Collator(tasks.causal_lm)([[5, 6, 7]])["labels"]
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
 WINDOW = Task(DATA[:3], [], masks.sliding_window(3, 2))
@@ -50,6 +52,10 @@ def fill(left: object, right: object, length: int = 2, name: str = "Llama") -> o
 
 def score(requests: object, name: str = "Llama") -> object:
     return tasks.score(tiny(name, torch.float32), requests)
+
+
+def grouped(*groups: object) -> object:
+    return Collator(tasks.rollouts)(groups)
 
 
 def by_value(tokens: list[int]) -> object:
@@ -98,7 +104,7 @@ TASKS = [
     (lambda: spec(mask="causal"), "mask: expected a JSON object, got the text 'causal'"),
     (lambda: Task.from_dict({**LAYERED.to_dict(), "masks": ["no mask"]}), "task: masks"),
     (lambda: Task.from_dict({"inputs": [], "labels": []}), "task lacks mask"),
-    (lambda: tasks.check(tasks.causal_lm(IDS)), r"check each task of a family, or af\.tasks\.merge\(family\)"),
+    (lambda: tasks.check(CAUSAL), r"check each task of a family, or af\.tasks\.merge\(family\)"),
     (lambda: tasks.check(WINDOW, layers=-1), "layers must be at least 0"),
     (lambda: tasks.check(LAYERED, layers=3), "layers must be at most 2, got 3"),
 ]
@@ -143,31 +149,25 @@ FAMILIES = [
 ]
 MERGING = [
     (lambda: tasks.merge([]), "at least one task, got none"),
-    (lambda: tasks.merge(tasks.causal_lm(IDS)[0]), r"pass \[task\]"),
+    (lambda: tasks.merge(CAUSAL[0]), r"pass \[task\]"),
     (lambda: tasks.merge([DATA]), "a family is a sequence of Task, got list"),
-    (
-        lambda: tasks.merge([tasks.causal_lm([1, 2])[0], WINDOW]),
-        r"task 1 is not dense.*\[task.densified\(\) for task in",
-    ),
+    (lambda: tasks.merge([CAUSAL[0], WINDOW]), r"task 1 is not dense.*\[task.densified\(\) for task in"),
     (lambda: tasks.merge([BLIND]), r"task 0 some position does not attend to itself.*Use task\.densified\(\)"),
     (lambda: tasks.merge([LAYERED]), r"task 0 has a mask per layer \(2\), .* merge tasks with one mask"),
-    (lambda: tasks.merge(tasks.causal_lm(IDS)).embeds([]), "at least one task, got none"),
-    (lambda: tasks.merge(tasks.causal_lm(IDS)).embeds([WINDOW]), "task 0 is not dense"),
-    (lambda: tasks.merge(tasks.causal_lm(IDS)).embeds([LAYERED]), "task 0 has a mask per layer"),
-    (lambda: verify(tasks.causal_lm(IDS)[1:], merged=tasks.merge(tasks.causal_lm(IDS))), r"pass af\.tasks\.merge"),
-    (lambda: verify(tasks.causal_lm(IDS), llama().requires_grad_(False)), "pass gradients=False"),
-    (lambda: verify(tasks.causal_lm(IDS), llama(vocab_size=8)), "below the 8 entries of the embedding, got 15"),
+    (lambda: tasks.merge(CAUSAL).embeds([]), "at least one task, got none"),
+    (lambda: tasks.merge(CAUSAL).embeds([WINDOW]), "task 0 is not dense"),
+    (lambda: tasks.merge(CAUSAL).embeds([LAYERED]), "task 0 has a mask per layer"),
+    (lambda: verify(CAUSAL[1:], merged=tasks.merge(CAUSAL)), r"pass af\.tasks\.merge"),
+    (lambda: verify(CAUSAL, llama().requires_grad_(False)), "pass gradients=False"),
+    (lambda: verify(CAUSAL, llama(vocab_size=8)), "below the 8 entries of the embedding, got 15"),
     (lambda: verify([Task(DATA[:1], [], masks.causal(1))]), "no task of the family has a label"),
     (lambda: verify([BLIND], merged=tasks.merge([BLIND.densified()])), "allow it to attend to itself"),
     (lambda: verify(tasks.causal_lm([1, 99])), "target ids must be below the vocabulary of 20, got 99"),
-    (lambda: verify(tasks.causal_lm(IDS), tiny("Mamba2")), "position_ids"),
-    (lambda: verify(tasks.causal_lm(IDS), tiny("T5")), "position_ids|encoder and a decoder"),
-    (lambda: verify(tasks.causal_lm(IDS), LlamaModel(LlamaConfig(**SMALL))), "gives no logits"),
-    (lambda: verify(tasks.causal_lm(IDS), torch.nn.Linear(2, 2)), "Linear has no get_input_embeddings"),
-    (
-        lambda: verify(tasks.causal_lm(IDS), llama("flex_attention")),
-        r'model\.set_attn_implementation\("sdpa"\) or "eager"',
-    ),
+    (lambda: verify(CAUSAL, tiny("Mamba2")), "position_ids"),
+    (lambda: verify(CAUSAL, tiny("T5")), "position_ids|encoder and a decoder"),
+    (lambda: verify(CAUSAL, LlamaModel(LlamaConfig(**SMALL))), "gives no logits"),
+    (lambda: verify(CAUSAL, torch.nn.Linear(2, 2)), "Linear has no get_input_embeddings"),
+    (lambda: verify(CAUSAL, llama("flex_attention")), r'model\.set_attn_implementation\("sdpa"\) or "eager"'),
 ]
 BATCHES = [
     (lambda: Collator([1, 2]), ""),
@@ -184,20 +184,11 @@ BATCHES = [
     (lambda: Collator(tasks.causal_lm)([torch.tensor([0.5, 1.5])]), "must hold integers"),
     (lambda: Collator(by_value, by_length=True)([IDS]), r"reads the values .*use Collator\(..., by_length=False\)"),
     (lambda: Collator(by_tensor, by_length=True)([[5, 6, 7]]), "tasks depend on the tokens, .*by_length=False"),
-    (
-        lambda: Collator(tasks.causal_lm)([{}]),
-        r"got the keys \[\]; a Trainer drops .* set remove_unused_columns=False",
-    ),
-    (lambda: Collator(tasks.rollouts)([{}]), "prompts and responses, got no entry; .* remove_unused_columns=False"),
-    (lambda: Collator(tasks.rollouts)([[1, 2, 3]]), "sample 0 of the batch: a group of rollouts must be a mapping"),
-    (
-        lambda: Collator(tasks.rollouts)([{"prompts": [1]}]),
-        "sample 0 of the batch: a group of rollouts lacks responses",
-    ),
-    (
-        lambda: Collator(tasks.rollouts)([{"prompts": [1], "responses": [[2]], "weight": [1.0]}]),
-        "unknown name 'weight': did you mean weights",
-    ),
+    (lambda: Collator(tasks.causal_lm)([{}]), r"got the keys \[\]; a Trainer drops .* set remove_unused_columns=False"),
+    (lambda: grouped({}), "prompts and responses, got no entry; .* remove_unused_columns=False"),
+    (lambda: grouped([1, 2, 3]), "sample 0 of the batch: a group of rollouts must be a mapping"),
+    (lambda: grouped({"prompts": [1]}), "sample 0 of the batch: a group of rollouts lacks responses"),
+    (lambda: grouped({"prompts": [1], "responses": [[2]], "weight": 1}), "unknown name 'weight': did you mean weights"),
     (
         lambda: Collator(lambda _: LAYERED)([[1, 1]]),
         r"sample 0 of the batch: this task has a mask per layer \(2\), not one for all",
@@ -218,11 +209,7 @@ DECODING = [
     (lambda: write([3, 77]), "ids must hold ids of the 50 entries.*got 77"),
     (lambda: write(mask_token=50), "mask_token must hold ids of the 50 entries"),
     (lambda: write(eos_token=-2), "eos_token must be at least -1"),
-    *((lambda name=name: write(name=name), "attention|cache|position_ids|encoder") for name in ("Jamba", "FalconH1")),
-    *(
-        (lambda name=name: write(name=name), "attention|cache|position_ids|encoder")
-        for name in ("Bloom", "T5", "Mamba2")
-    ),
+    *((lambda n=name: write(name=n), "attention|cache|position_ids|encoder") for name in UNDECODABLE),
     (lambda: fill([3], [[4], [5]]), "got 1 and 2"),
     (lambda: fill([], []), "at least one side"),
     (lambda: fill([3], [77]), "left and right must hold ids of the 50 entries.*got 77"),
@@ -237,7 +224,7 @@ DECODING = [
     (lambda: score([([5], [6]), ([5], [77])]), r"request 1: token ids must lie in \[0, 50\), the vocabulary; got 77"),
     (lambda: score([([-1], [6])]), r"in \[0, 50\), the vocabulary; got -1"),
     (lambda: score(tasks.causal_lm([3, 77])), "vocabulary of 50, got 77|50 entries"),
-    (lambda: score(tasks.causal_lm(IDS), "Bloom"), "does not take"),
+    (lambda: score(CAUSAL, "Bloom"), "does not take"),
 ]
 CASES = [*TOKENS, *TASKS, *FAMILIES, *MERGING, *BATCHES, *DECODING]
 
@@ -252,12 +239,12 @@ def test_it_is_refused(call, message):
 def test_the_advice_of_an_error_helps():
     assert Collator(by_value, by_length=False)([[6, 5, 7, 8]])["input_ids"].tolist() == [[6]]
     assert tasks.check(tasks.merge(tasks.block_two_stream(IDS, 6, predict_first=True, mask_token=0))).ok
-    assert all(tasks.check(task).ok for task in tasks.causal_lm(IDS))
+    assert all(tasks.check(task).ok for task in CAUSAL)
     assert tasks.check(tasks.merge([WINDOW.densified(), BLIND.densified()])).ok
-    family = tasks.causal_lm(IDS)
-    assert verify(family, llama().requires_grad_(False), gradients=False).ok
+
+    assert verify(CAUSAL, llama().requires_grad_(False), gradients=False).ok
     flex = llama("flex_attention")
     for implementation in ("sdpa", "eager"):
         flex.set_attn_implementation(implementation)
-        assert verify(family, flex).ok
+        assert verify(CAUSAL, flex).ok
     assert Collator(tasks.rollouts)([{"prompts": [1], "responses": [[2, 3]], "weights": None}])["labels"].ndim == 4

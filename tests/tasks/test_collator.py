@@ -197,6 +197,7 @@ def test_one_merge_serves_all_samples_of_a_length():
 def test_known_families_are_shared_by_length_and_others_are_not():
     assert Collator(tasks.butterfly).by_length
     assert Collator(partial(partial(tasks.block_two_stream, block=2, mask_token=0), mask_token=3)).by_length
+    assert Collator(partial(tasks.butterfly, block=4, masked=[1], mask_token=0)).by_length
     function, calls = counting(tasks.causal_lm)
     collate = Collator(function)
     assert not collate.by_length
@@ -258,14 +259,10 @@ def test_a_batch_without_labels_has_no_loss():
 
 def test_drawn_places_are_drawn_for_each_sample():
     """Never once for all sequences of a length, as what depends on the length alone."""
-    torch.manual_seed(0)
     collate = tasks.Collator(partial(tasks.block_diffusion, block=4, masked="random", mask_token=9))
     assert not collate.by_length
     batch = collate([[1, 2, 3, 4, 5, 6, 7, 8]] * 6)
-    shown = {tuple(row) for row in batch["input_ids"].tolist()}
-    assert len(shown) > 1
-    assert tasks.Collator(partial(tasks.block_diffusion, block=4, mask_token=0)).by_length
-    assert tasks.Collator(partial(tasks.butterfly, block=4, masked=[1], mask_token=0)).by_length
+    assert len({tuple(row) for row in batch["input_ids"].tolist()}) > 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -307,12 +304,3 @@ def test_a_single_task_is_taken_as_it_is(by_length):
 def test_room_for_intervals():
     assert Collator(windowed, masks="intervals")([[5, 6, 7]])["attention_mask"].shape == (1, 1, 2, 3)
     assert Collator(windowed, masks="intervals", min_width=3)([[5, 6, 7]])["attention_mask"].shape == (1, 1, 8, 3)
-
-
-def test_a_task_with_a_mask_per_layer_is_refused_with_a_way_that_works() -> None:
-    layers = [af.masks.sliding_window(6, 2), af.masks.causal(6)]
-    task = Task([Token(index + 1, index) for index in range(6)], [], layers)
-    with pytest.raises(ValueError, match=r"af\.masks\.attach\(model, per_layer=task\.masks\)"):
-        Collator(lambda tokens: task, by_length=False, masks="intervals")(samples([6]))
-    with af.masks.attach(model(), per_layer=task.masks) as handle:
-        assert [*handle.masks.values()] == layers

@@ -171,14 +171,11 @@ def test_embedded_takes_sparse_realisations_and_longer_layouts():
     merged = tasks.merge(family).task
     sparse = merged.flow.sparsify().mask
     assert embedding(Task(merged.inputs, [], sparse), family).ok
-    twice = Task(merged.inputs * 2, [], af.masks.document([12, 12], "full") & _twice(merged.mask))
+    copies = af.masks.from_dense(merged.mask.dense().repeat(2, 2))
+    twice = Task(merged.inputs * 2, [], af.masks.document([12, 12], "full") & copies)
     assert embedding(twice, family).ok
     missing = [(node.task, node.positions) for node in embedding(family[0], family).missing]
     assert missing == [(1, (2, 3)), (1, (4, 5)), (2, (2, 3)), (2, (4, 5)), (2, (6, 7))]
-
-
-def _twice(mask: af.masks.Mask) -> af.masks.Mask:
-    return af.masks.from_dense(mask.dense().repeat(2, 2))
 
 
 def test_empty_tasks_merge_to_an_empty_task():

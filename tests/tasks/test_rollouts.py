@@ -11,7 +11,7 @@ import attnflow as af
 from attnflow import tasks
 from attnflow.models.passes.evaluation import precision
 from attnflow.tasks import Collator, Label, Task, Token
-from tests.tasks.test_collator import model
+from tests.tasks.test_collator import logits, model
 
 DOUBLE = torch.float64
 PROMPTS = [[1, 2, 3], [1, 2, 3], [1, 2, 7], [4]]
@@ -42,22 +42,6 @@ def alone(learner: LlamaForCausalLM, prompt: list[int], response: list[int]) -> 
 
 def gradients(learner: LlamaForCausalLM, loss: torch.Tensor) -> torch.Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(learner.parameters()))])
-
-
-def inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
-
-
-def test_a_group_of_rollouts_becomes_a_tree():
-    merged = tasks.merge(tasks.rollouts([1, 2, 3], [[5, 6, 7], [5, 8], [9, 4]]))
-    assert merged.task.size == 3 + 1 + 1 + 1  # the prompt, the 5 that two share, 6, and 9
-    assert [token.ids[0] for token in merged.task.inputs] == [1, 2, 3, 5, 6, 9]
-    assert merged.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
-    assert merged.task.mask == af.masks.tree([-1, 0, 1, 2, 3, 2])
-    expected = [(2, 5, 0), (2, 5, 1), (2, 9, 2), (3, 6, 0), (3, 8, 1), (4, 7, 0), (5, 4, 2)]
-    assert [(e.position, e.target_id, e.task) for e in merged.task.labels] == expected
-    report = tasks.check(merged)
-    assert (report.ok, report.dead) == (True, ())
 
 
 @st.composite
@@ -97,7 +81,7 @@ def test_signed_weights_are_the_policy_gradient(learner):
     """Advantages as weights: the summed loss is - sum of advantage x log-probability, and so are its gradients."""
     sample = {"prompts": PROMPTS, "responses": RESPONSES, "weights": ADVANTAGES}
     batch = Collator(tasks.rollouts, dtype=DOUBLE)([sample])
-    merged = tasks.loss(learner(**inputs(batch)), batch, reduction="sum")
+    merged = tasks.loss(logits(learner, batch), batch, reduction="sum")
     terms = [alone(learner, p, r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     stock = -sum((torch.tensor(a, dtype=DOUBLE) * t).sum() for a, t in zip(ADVANTAGES, terms, strict=True))
     assert close(merged, stock)

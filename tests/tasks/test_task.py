@@ -10,13 +10,7 @@ import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Label, Task, Token
 from attnflow.testing import closure
-
-
-@st.composite
-def relations(draw: st.DrawFn, largest: int = 8) -> torch.Tensor:
-    n = draw(st.integers(0, largest))
-    bits = draw(st.lists(st.booleans(), min_size=n * n, max_size=n * n))
-    return torch.tensor(bits, dtype=torch.bool).reshape(n, n)
+from tests.strategies import square_masks
 
 
 def on(mask: af.masks.Mask) -> Task:
@@ -55,10 +49,10 @@ def test_an_empty_task_is_a_task():
     assert Task.from_dict(task.to_dict()) == task
 
 
-@given(relations())
-def test_density_is_that_of_the_definition(allow):
+@given(square_masks())
+def test_density_is_that_of_the_definition(mask):
     """A = allow | I is dense iff A = R (hasse, def. 3.2)."""
-    task = on(af.masks.from_dense(allow))
+    task, allow = on(mask), mask.dense()
     residual = allow.numpy() | np.eye(len(allow), dtype=bool)
     assert task.is_dense == np.array_equal(residual, closure(allow))
     assert task.attends_itself == bool(allow.diagonal().all())
@@ -73,10 +67,9 @@ def test_a_task_is_hashable_and_survives_pickling():
     assert repr(task) == "Task(3 inputs, 1 labels, butterfly_subtask(n=3, centre=1))"
 
 
-@given(relations(5), st.data())
-def test_json_round_trip(allow, data):
-    n = len(allow)
-    small = st.integers(0, 4)
+@given(square_masks(5), st.data())
+def test_json_round_trip(mask, data):
+    n, small = mask.num_queries, st.integers(0, 4)
     tokens = [
         Token(data.draw(st.lists(small, min_size=1, max_size=3)), data.draw(small), data.draw(st.sets(small)))
         for _ in range(n)
@@ -87,7 +80,7 @@ def test_json_round_trip(allow, data):
         )
         for _ in range(data.draw(small) if n else 0)
     ]
-    task = Task(tokens, labels, af.masks.from_dense(allow))
+    task = Task(tokens, labels, mask)
     assert Task.from_dict(json.loads(json.dumps(task.to_dict()))) == task
 
 

@@ -57,7 +57,6 @@ def test_llama_in_double_precision(name):
 @pytest.mark.parametrize("name", ["block two-stream", "butterfly"])
 def test_other_models(model, name):
     """Causal and bidirectional; the 4D mask replaces a model's own, also its sliding window."""
-    torch.manual_seed(0)
     family = FAMILIES[name]
     assert tasks.verify(family, tasks.merge(family), model(), tolerance=1e-12).ok
 

@@ -45,17 +45,8 @@ def test_nothing(): assert not {"torch", "numpy", "attnflow.audit", "attnflow.te
 
 def run(folder, source, *options):
     (folder / "test_own.py").write_text(source)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "attnflow.testing.plugin",
-        "-p",
-        "no:cacheprovider",
-        *options,
-    ]
+    plugins = ["-p", "attnflow.testing.plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False).stdout
 

@@ -27,10 +27,7 @@ _LARGEST: Final = (1 << 63) - 1  # of int64, in which everything is computed
 def integer(
     name: str, value: object, minimum: int = 0, maximum: int | None = None, unit: str = "", why: str = ""
 ) -> int:
-    """Return `value` as an int within [minimum, maximum], by default at most 2**63 - 1.
-
-    Accepts 0-d integers of numpy and torch; refuses bools, floats and texts.
-    """
+    """Return `value`, which may be a 0-d array or tensor, as an int within [minimum, maximum or 2**63 - 1]."""
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
     if isinstance(value, bool) or dtype in (torch.bool, np.bool_):
         raise TypeError(f"{name} must be an integer, got the bool {value}")
@@ -73,10 +70,9 @@ def boolean(name: str, value: object) -> bool:
 
 def number(name: str, value: object, minimum: float | None = None) -> float:
     """Return `value` as a finite float of at least `minimum`; refuses bools and texts."""
-    dtype = getattr(value, "dtype", None)
-    if isinstance(value, bool | str | bytes) or dtype in (torch.bool, np.bool_):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     try:
+        if isinstance(value, bool | str | bytes) or getattr(value, "dtype", None) in (torch.bool, np.bool_):
+            raise TypeError
         result = float(cast(SupportsFloat, value))
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}") from None
@@ -113,11 +109,8 @@ def index_array(name: str, values: object, limit: int | None = None) -> IntArray
         raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
     if not np.issubdtype(array.dtype, np.integer):
         wide = [item for item in array.tolist() if isinstance(item, int) and abs(item) > _LARGEST]
-        raise TypeError(
-            f"{name} must hold integers of at most 64 bits, got {wide[0]}"
-            if wide
-            else f"{name} must hold integers, got dtype {array.dtype}"
-        )
+        wanted = f" of at most 64 bits, got {wide[0]}" if wide else f", got dtype {array.dtype}"
+        raise TypeError(f"{name} must hold integers{wanted}")
     if array.dtype == np.uint64 and array.max() > _LARGEST:
         raise ValueError(f"{name} must hold integers of at most {_LARGEST}, got {array.max()}")
     array = array.astype(np.int64)

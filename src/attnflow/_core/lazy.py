@@ -12,10 +12,7 @@ from typing import Any
 def on_demand(
     room: str, names: Sequence[str], home: Callable[[str], object]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a room that imports some of its public names only when they are used.
-
-    `home` imports and returns the module of a name, so that no import hides in a string.
-    """
+    """Return a room's `__getattr__` and `__dir__`; `home` imports the module of a name, so that no string hides it."""
 
     def find(name: str) -> object:
         if name not in names:

@@ -13,10 +13,7 @@ from attnflow._core.files import to_read
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
-    """Read the JSON object in a file, or in standard input for "-".
-
-    Refuses, with `ValueError`, an unreadable file, repeated names, NaN, and anything but an object at the top.
-    """
+    """Read the JSON object in a file, or for "-" in standard input; refuse repeated names and NaN."""
     try:
         text = sys.stdin.read() if path == "-" else to_read(path).read_text(encoding="utf-8-sig")
     except OSError as error:

@@ -83,10 +83,7 @@ _looks: Final = _Looks()
 
 @contextmanager
 def alone_with(parts: Iterable[nn.Module]) -> Generator[None]:
-    """Run what is inside while no other thread is in a call of these modules; calls that begin later wait.
-
-    Other looks wait, too. A thread may look again inside its own look. Raises `RuntimeError` if a call does not end.
-    """
+    """Run what is inside while no other thread is in a call of these modules, or looks; later calls and looks wait."""
     modules, here = set(parts), threading.get_ident()
 
     def calls_of(frame: FrameType | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from typing import Any, Final, cast
 
 import torch
@@ -18,14 +19,12 @@ from attnflow.audit.decoding import DecodingComparison, DecodingPath, SteppedRun
 from attnflow.audit.fields import Fields, ProbePlan, batch_sets, plan
 from attnflow.audit.functions import Function, as_function, is_function
 from attnflow.audit.inputs import Inputs, read
-from attnflow.audit.packing import all_real, unplaced_padding
 from attnflow.audit.passes import Recording, Runner, Watched
-from attnflow.audit.perturb import Prober
+from attnflow.audit.perturb import Prober, rows_beside
 from attnflow.audit.replay import asked_and_done, missing_pairs, remarks
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
-from attnflow.audit.rows import OutputLayout, outputs_in_words
+from attnflow.audit.rows import OutputLayout
 from attnflow.audit.survey import survey
-from attnflow.audit.towers import rows_beside
 from attnflow.masks.catalogue import causal
 from attnflow.models.passes.evaluation import evaluating, precision, unchanged
 from attnflow.models.subject import Loaded, Subject, own_name
@@ -107,9 +106,8 @@ def check(
         model, inputs = as_function(model, inputs)
     subject = Subject.of(cast("nn.Module | Loaded", model)).inside
     with unchanged(subject.model), evaluating(subject.model), precision(subject.model, dtype):
-        asked = read(subject, inputs).in_precision(dtype)
         options = AuditOptions(mode, cache, both_sides, passes, watch, seed, progress or _in_silence)
-        report = audited(asked, order, options)
+        report = audited(read(subject, inputs).in_precision(dtype), order, options)
     return replace(report, seconds=time.perf_counter() - began)
 
 
@@ -119,8 +117,6 @@ def _in_silence(done: int, total: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """The arguments of `check` beside the call and its order."""
-
     mode: Mode = "perturb"
     cache: bool | Sequence[int] = False
     both_sides: bool | None = False
@@ -130,19 +126,19 @@ class AuditOptions:
     progress: Progress = _in_silence
 
 
-def audited(asked: Inputs, order: Order, options: AuditOptions) -> AuditReport:
+def audited(inputs: Inputs, order: Order, options: AuditOptions) -> AuditReport:
     mode, cache, seed = options.mode, options.cache, options.seed
     silent: tuple[str, ...] = ()
-    if isinstance(asked.model, Function):
-        order, silent = causal(asked.size) if order is None else order, asked.model.align(asked, seed)
-    if asked.kwargs.get("target_mapping") is not None:
+    if isinstance(inputs.model, Function):
+        order, silent = causal(inputs.size) if order is None else order, inputs.model.align(inputs, seed)
+    if inputs.kwargs.get("target_mapping") is not None:
         silent += ("the stream of queries that target_mapping asks for has rows for its targets, not for positions",)
-    seen = survey(asked, seed if mode == "quick" else None)
+    seen = survey(inputs, seed if mode == "quick" else None)
     call, relation = seen.inputs, relation_of(seen, order)
-    fields = Fields(relation, call.batch)
-    work = Auditor(call, fields, options, remarks(seen, order))
+    fields, notes = Fields(relation, call.batch), remarks(seen, order)
+    work = Auditor(call, fields, options, [*notes])
     if seen.runner is not None and not work.quick(seen.runner, seen.base):  # what moves, the long way
-        work, mode = Auditor(call, fields, options, remarks(seen, order)), "perturb"
+        work, mode = Auditor(call, fields, options, [*notes]), "perturb"
     if mode == "perturb":
         work.perturb(Runner(call, options.watch, seed), "forward")
         if cache is not False and not any(violation.kind == "state" for violation in work.violations):
@@ -154,15 +150,13 @@ def audited(asked: Inputs, order: Order, options: AuditOptions) -> AuditReport:
             work.violations += violations if options.both_sides else []
             work.notes += notes
     work.violations += asked_and_done(seen, relation.disputed, seed)
-    silent += relation.unsure + (tuple(unplaced_padding(call)) if order is None else ())
+    silent += relation.unsure + (tuple(call.unplaced_padding()) if order is None else ())
     report = work.report(relation.name, mode)
     return replace(report, untested=report.untested + silent)
 
 
 @dataclass
 class Auditor:
-    """The steps of one audit, and what it has found so far."""
-
     call: Inputs
     fields: Fields
     options: AuditOptions
@@ -181,23 +175,25 @@ class Auditor:
     short: dict[str, str] = field(default_factory=dict[str, str])  # what pools a sequence without its end, and why
 
     def __post_init__(self) -> None:
-        self.passes = self.options.passes
+        self.pads = ~self.call.real
+        sets = batch_sets(self.call.batch // self.call.group, self.call.size)
+        self.crossing = [sequences.repeat_interleave(self.call.group, 0) for sequences in sets]
 
     def quick(self, runner: Runner, base: Recording | None) -> bool:
         prober = Prober(runner, self.fields, self.options.seed, base)
         self._accept(runner, prober.base)
         size = sum(parameter.numel() for parameter in self.call.model.parameters()) * self.call.batch * self.call.size
         cheap = size * self.call.size < _CHEAP
-        self.passes = min(self.passes, self.call.size) if cheap else 2
-        crossing, order = self._crossing(), [*self._padding(), *self._plan(cheap).passes]
-        if not cheap and crossing:  # every other sequence whole: what crosses shows in those between
-            half = crossing[:2]
+        passes = min(self.options.passes, self.call.size) if cheap else 2
+        order = self._sets(passes, beyond=cheap)
+        if not cheap and self.crossing:  # every other sequence whole: what crosses shows in those between
+            half = self.crossing[:2]
             order = [s | half[p % 2] for p, s in enumerate(order or half)]
-        tried = [*crossing, *order] if cheap else order
+        tried = [*self.crossing, *order] if cheap else order
         if self._beside(prober) or any(prober.probe(selected) is not None for selected in tried):
             return False
         self._look_at_ends(prober)
-        self.apart = cheap and bool(crossing)
+        self.apart = cheap and bool(self.crossing)
         self.moved |= prober.moved
         self.forward_passes += runner.passes
         if self.options.cache is not False:
@@ -209,11 +205,9 @@ class Auditor:
         prober = Prober(runner, self.fields, self.options.seed)
         if not isinstance(runner, SteppedRunner):
             self._accept(runner, prober.base)
-        sets, order = self._crossing(), [*self._padding(), *self._plan().passes]
-        if (
-            isinstance(self.call.model, Function) and order
-        ):  # a choice that a function makes may turn on few other tokens
-            sets, order = sets * _DRAWS, [order[i % len(order)] for i in range(max(len(order), self.passes))]
+        sets, order = self.crossing, self._sets()
+        if isinstance(self.call.model, Function) and order:  # a choice that it makes may turn on few other tokens
+            sets, order = sets * _DRAWS, list(islice(cycle(order), max(len(order), self.options.passes)))
         total = len(sets) + len(order)
         violations: list[Violation] = []
         prober.settle()
@@ -234,25 +228,21 @@ class Auditor:
                 crosstalk |= violations[-1].kind == "batch"
         if not isinstance(runner, SteppedRunner):
             violations += self._beside(prober)
-        if not isinstance(runner, SteppedRunner) and prober.stateful is None:
-            self._look_at_ends(prober)
-            self.apart = bool(sets) and not crosstalk
+            if prober.stateful is None:
+                self._look_at_ends(prober)
+                self.apart = bool(sets) and not crosstalk
         if prober.rounding:
-            change = f"{prober.rounding:.2g}"
-            self.notes.append(f"changes up to {change} were rounding (they scale with the precision), not leaks")
+            change = f"changes up to {prober.rounding:.2g}"
+            self.notes.append(f"{change} were rounding (they scale with the precision), not leaks")
         if prober.noise:
-            self.notes.append(
-                f"two equal runs differ by up to {prober.noise:.2g}: what leaks less than that is not seen; make the "
-                "model deterministic"
-            )
+            difference = f"two equal runs differ by up to {prober.noise:.2g}"
+            self.notes.append(f"{difference}: what leaks less than that is not seen; make the model deterministic")
         if any(violation.confirmed is None and violation.kind != "state" for violation in violations):
             self.notes.append("it does not run in another precision, so small changes may be rounding")
         unshown = list(dict.fromkeys(violation.module for violation in violations if violation.confirmed is False))
         if unshown:
-            self.notes.append(
-                f"float64 does not show what {few(unshown)} does in this precision, and it is no rounding: a kernel "
-                "may take another code path there"
-            )
+            doubt = f"float64 does not show what {few(unshown)} does in this precision, and it is no rounding"
+            self.notes.append(f"{doubt}: a kernel may take another code path there")
         places = {blame: i for i, blame in enumerate(dict.fromkeys(event.blame for event in prober.base.values()))}
         self.violations += sorted(violations, key=lambda violation: places.get(violation.module, len(places)))
         self.forward_passes += runner.passes
@@ -267,11 +257,9 @@ class Auditor:
         rows = {layout.shape[layout.form == "related"] for layout in related} - {1}
         if any(slot.name is None for slot in self.call.slots):  # what else is passed makes the positions themselves
             rows |= {self.call.batch // self.call.group} - {1}
-        names = [name for name, value in self.call.beside(self.call.kwargs).items() if len(value) in rows]
-        return [
-            *prober.padding_read(),
-            *(violation for name in names for violation in rows_beside(prober.runner, name)),
-        ]
+        names = [name for name, value in self.call.beside.items() if len(value) in rows]
+        towers = [violation for name in names for violation in rows_beside(prober.runner, name)]
+        return prober.padding_read() + towers
 
     def compare_paths(self) -> None:
         comparison = DecodingComparison(self.call, self.options.watch, self.options.seed)
@@ -284,22 +272,11 @@ class Auditor:
                 self.violations.append(different)
         self.forward_passes += comparison.passes
 
-    def _crossing(self) -> list[Tensor]:
-        sets = batch_sets(self.call.batch // self.call.group, self.call.size)
-        return [each.repeat_interleave(self.call.group, 0) for each in sets]
-
-    def _padding(self) -> list[Tensor]:
-        pads = ~all_real(self.call)
-        return [pads] if pads.any() and any(layout.pools for layout in self.layouts.values()) else []
-
     def _look_at_ends(self, prober: Prober) -> None:
-        """Note the outputs that summarise a sequence without its last real token."""
         if not any(layout.pools for layout in self.layouts.values()):
             return
-        real = all_real(self.call)
-        ends = real & (real.flip(-1).cumsum(-1).flip(-1) == 1)
-        for path, rows in prober.unmoved(ends).items():
-            row = rows[0]
+        ends = ~self.pads & ((~self.pads).flip(-1).cumsum(-1).flip(-1) == 1)
+        for path, (row, *_) in prober.unmoved(ends).items():
             self.short[path] = f"does not move with the last real token of row {row}, at {int(ends[row].nonzero())}"
 
     def report(self, order: str, mode: Mode) -> AuditReport:
@@ -325,33 +302,50 @@ class Auditor:
             noise=self.noise,
             modules=tuple(modules.values()),
             skipped=tuple((own_name(name), why) for name, why in self.skipped.items() if own_name(name) not in modules),
-            untested=untested,
+            untested=tuple(untested),
             notes=(*self.notes, *unsure),
         )
 
-    def _outputs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What the caller receives and was not tested, and notes on other outputs; see `outputs_in_words`."""
-        relation, pads = self.fields.relation, ~all_real(self.call)
+    def _outputs(self) -> tuple[list[str], list[str]]:
+        """(what the caller receives and was not tested, so that nothing is clean; notes on other outputs)."""
+        relation, slots = self.fields.relation, self.call.slots
         field = self.fields.at(-1 if relation.repeat else len(relation.layers))
-        whole = bool((field | pads[:, :, None] | pads[:, None, :]).all())
-        turned = {each.shape[::-1] for each in self.layouts.values() if each.form == "related columns"}
-        turned = {shape for shape in turned if shape[0] != shape[1]}  # of a square one, others may have the shape
-        layouts = {
-            path: layout._replace(form="related") if layout.form == "pooled" and layout.shape in turned else layout
-            for path, layout in self.layouts.items()
-        }
+        whole = bool((field | self.pads[:, :, None] | self.pads[:, None, :]).all())  # only padding is forbidden
+        turned = {layout.shape[::-1] for layout in self.layouts.values() if layout.form == "related columns"}
         mixed = any(violation.kind == "batch" for violation in self.violations)
-        related = {path: self._rows_of(layout) for path, layout in layouts.items() if layout.related and not mixed}
-        runs = [(slot.offset, slot.length) for slot in self.call.slots]
-        untested, notes = outputs_in_words(layouts, self.moved, self.short, runs, related, whole, self.apart)
+        positions = any(layout.aligned for layout in self.layouts.values())
+        untested, notes = list[str](), list[str]()
+        for path, layout in self.layouts.items():
+            name, shape = path.lstrip(".") or "the output", layout.shape
+            if layout.form == "pooled" and shape in turned and shape[0] != shape[1]:  # others may be square
+                layout = layout._replace(form="related")
+            if layout.related and not mixed and max(shape) > 1:
+                words = f"relates rows by design: {self._rows_of(layout)}; an entry may depend on both of its rows"
+                notes.append(f"{name} {list(shape)} {words}, and on no other")
+            if path in self.short:
+                (notes if positions else untested).append(f"{name} {self.short[path]}: it is pooled from earlier ones")
+            elif layout.aligned and layout.rows > 1 and layout.rows not in {slot.length for slot in slots}:
+                first = min(layout.offset - slot.offset for slot in slots if slot.offset <= layout.offset)
+                place = f"i + {first}" if first else "i"
+                notes.append(f"{name} has {layout.rows} rows: row i was read as position {place}")
+            if path in self.short or layout.aligned or (layout.pooled and layout.sure and whole):
+                continue
+            moves = path in self.moved or not layout.sure
+            kept = "; sequences were kept apart" if self.apart else ""
+            why = layout.why or f"has shape {list(shape)}, without an axis of positions{kept}"
+            summary = layout.sure and (not shape or layout.pooled or layout.related)
+            if not positions or (moves and not summary):
+                untested.append(f"{name} {why}")
+            elif moves and layout.form == "unknown":
+                notes.append(f"not tested: {name} {why}")
         if not self.layouts:
             untested.append(f"{self.call.subject.kind} returns no tensor")
         if self.apart and not self._plan().forbidden:
             notes.append("no sequence moves with another one")
-        return tuple(untested), tuple(notes)
+        return untested, notes
 
     def _rows_of(self, layout: OutputLayout) -> str:
-        here, beside = self.call.slots[-1].title, self.call.beside(self.call.kwargs).items()
+        here, beside = self.call.slots[-1].title, self.call.beside.items()
         if layout.form == "pairs":
             return f"[rows of {here}, rows of {here}]"
         rows = layout.shape[layout.form == "related"]
@@ -360,7 +354,6 @@ class Auditor:
         return "[{}]".format(", ".join(f"rows of {name}" for name in names))
 
     def _accept(self, runner: Runner, base: Recording) -> None:
-        """Keep the base pass, after checking that it shows what the audit needs."""
         self.base, self.layer_calls, self.skipped = base, runner.layer_calls, runner.skipped
         self.layouts = runner.layouts
         relation = self.fields.relation
@@ -383,16 +376,19 @@ class Auditor:
                 f"({few(unwatched)}): nothing to audit. Try other lengths, or a batch of another size"
             )
 
-    def _plan(self, beyond: bool = True) -> ProbePlan:
+    def _sets(self, passes: int | None = None, beyond: bool = True) -> list[Tensor]:
+        padding = [self.pads] if self.pads.any() and any(layout.pools for layout in self.layouts.values()) else []
+        return [*padding, *self._plan(passes, beyond).passes]
+
+    def _plan(self, passes: int | None = None, beyond: bool = True) -> ProbePlan:
         if self.plan is None:
             assert self.base is not None
             seen: dict[int, Tensor] = {}
-            for event in self.base.values():
-                if event.pooled:
-                    continue
+            for event in (event for event in self.base.values() if not event.pooled):
                 depth = max(event.depth, 1) if self.layer_calls else -1
                 rows = seen.setdefault(depth, torch.zeros(self.call.size, dtype=torch.bool))
                 rows[event.offset : event.offset + event.values.shape[1]] = True
             runs = [(slot.offset, slot.offset + slot.length) for slot in self.call.slots]
-            self.plan = plan(self.fields, seen, self.passes, runs, beyond) if seen else ProbePlan((), 0.0, 0)
+            passes = passes or self.options.passes
+            self.plan = plan(self.fields, seen, passes, runs, beyond) if seen else ProbePlan((), 0.0, 0)
         return self.plan

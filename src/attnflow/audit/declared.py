@@ -19,7 +19,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs, Slot, read
-from attnflow.audit.packing import DOCUMENT_ARGUMENTS, all_real, allowed_pairs, documents, of_slot, real_positions
+from attnflow.audit.packing import DOCUMENT_ARGUMENTS, allowed_pairs, documents
 from attnflow.audit.report import Violation
 from attnflow.audit.requests import Disagreement, disagreement, within_blocks
 from attnflow.audit.survey import CallSurvey, LayerCall, survey
@@ -65,13 +65,12 @@ def declared_order(
     rows = [layer[min(sequence, len(layer) - 1)] for layer in relation.layers]
     masks = [from_dense(row, relation.name) for row in rows]
     # causal(n=64) says more than a sentence about all layers, which says more than the lengths of documents
-    found = [(mask, equal_to(mask)) for mask in masks]
-    named = [mask if one is None or one.name == "document" else one for mask, one in found]
+    known = [(mask, equal_to(mask)) for mask in masks]
+    named = [mask if plain is None or plain.name == "document" else plain for mask, plain in known]
     return analyze(named[0] if relation.repeat else named)
 
 
 def relation_of(seen: CallSurvey, order: Order) -> Relation:
-    """The relation to audit against: `order` if given, else the declared one."""
     inputs = seen.inputs
     if order is None:
         return declared(seen)
@@ -113,29 +112,25 @@ def _masks_of(order: object) -> tuple[bool, tuple[Mask | MaskGrid, ...]]:
 
 
 def declared(seen: CallSurvey) -> Relation:
-    """The order that the model declares for these inputs; the file's docstring ranks the sources."""
     inputs = seen.inputs
     if inputs.subject.text_config is None:
         raise _unknown(inputs, "it has no configuration")
     slot, *others = inputs.slots
-    if others or (slot.name or "").startswith("decoder_"):
+    if others or slot.prefix:
         return _encoder_decoder(seen)
     hidden = inputs.kwargs.get("perm_mask")  # of XLNet: 1 hides a key from a query, but no token from itself
     if isinstance(hidden, Tensor):
         allow = (hidden.detach().cpu() == 0).expand(inputs.batch, slot.length, slot.length)
-        return Relation(tuple(_of_one_batch([allow], real_positions(inputs, slot))), True, "the order of perm_mask")
+        return Relation(tuple(_of_one_batch([allow], inputs.real_in(slot))), True, "the order of perm_mask")
     stack = _DeclaredStack(inputs.subject.text_config, inputs, slot, _causal(seen))
-    real = real_positions(inputs, slot)
+    real = stack.real
     layers = _of_one_batch([stack.relation(call) for call in seen.calls] or [stack.base], real)
     repeat = all(torch.equal(layer, layers[0]) for layer in layers)
     words = stack.words(len(seen.calls)) + ("" if real.all() else f"; padding ({int((~real).sum())} positions)")
-    disputed, unsure = stack.disputes()
-    return Relation(tuple(layers[:1] if repeat else layers), repeat, words, disputed, unsure)
+    return Relation(tuple(layers[:1] if repeat else layers), repeat, words, stack.disputes(), tuple(stack.unsure))
 
 
 class _DeclaredStack:
-    """What the layers of one stack may read, with the words that describe it."""
-
     def __init__(self, config: Any, inputs: Inputs, slot: Slot, causal: bool) -> None:
         self.causal, self.length = causal, slot.length
         n = slot.length
@@ -151,7 +146,7 @@ class _DeclaredStack:
             raise _unknown(inputs, f"its inputs tell documents of {length} positions apart, and its layers get {n}")
         self.together, self.packed = documents(inputs, slot)
         self.base = self.direction & self.together
-        self.real = real_positions(inputs, slot)
+        self.real = inputs.real_in(slot)
         self.kinds = _kinds(config)
         self.window = _size(config, "sliding_window") or _size(config, "window_size")
         if self.kinds is None and _size(config, "sliding_window") is not None:
@@ -160,13 +155,12 @@ class _DeclaredStack:
             self.window += 1  # encoders count the half-window without the query itself
         self.chunk = _size(config, "attention_chunk_size")
         self.inputs, self.slot = inputs, slot
-        kinds: tuple[Any, ...] = (config, inputs.subject.config)
-        self.family = next((str(kind.model_type) for kind in kinds if getattr(kind, "model_type", None)), "")
+        families = (getattr(kind, "model_type", None) for kind in (config, inputs.subject.config))
+        self.family = next((str(family) for family in families if family), "")
         self.labels: list[str] = []  # of the layer calls so far
         self.unsure: list[str] = []
-        self._disagreements: dict[tuple[str | None, int], Disagreement] = {}
         self._disputed: dict[str, tuple[LayerCall, Disagreement]] = {}  # the first layer call by what disagrees
-        self._relations: dict[tuple[str | None, int], tuple[Tensor, str]] = {}
+        self._relations: dict[tuple[str | None, int], tuple[Tensor, str, Disagreement | None]] = {}
         self.blocks = torch.zeros(1, n, n, dtype=torch.bool)  # later positions that the model asks for, if causal
 
     def relation(self, call: LayerCall) -> Tensor:
@@ -178,35 +172,35 @@ class _DeclaredStack:
         key = kind, id(request)
         if key not in self._relations:  # layers share what is asked for
             self._relations[key] = self._asked(kind, request)
-        allow, label = self._relations[key]
-        if key in self._disagreements:
-            self._disputed.setdefault(self._disagreements[key].words, (call, self._disagreements[key]))
+        allow, label, dispute = self._relations[key]
+        if dispute is not None:
+            self._disputed.setdefault(dispute.words, (call, dispute))
         self.labels.append(label)
         return allow
 
-    def disputes(self) -> tuple[tuple[tuple[Violation, bool], ...], tuple[str, ...]]:
+    def disputes(self) -> tuple[tuple[Violation, bool], ...]:
         disputed: list[tuple[Violation, bool]] = []
-        for words, (call, found) in self._disputed.items():
-            row, *pair = found.pairs.nonzero()[0].tolist()
+        for words, (call, dispute) in self._disputed.items():
+            row, *pair = dispute.pairs.nonzero()[0].tolist()
             target, source = (place + self.slot.offset for place in pair)
             named = Violation("request", call.index, call.name, source, target, 0.0, row, row, why=words)
-            disputed.append((named, found.wider))
-        return tuple(disputed), tuple(self.unsure)
+            disputed.append((named, dispute.wider))
+        return tuple(disputed)
 
     def _reads_more(self, call: LayerCall, kind: str | None) -> bool:
         """Whether a layer reads more than the mask of its attention says: keys of its own making, or a convolution."""
         known = kind is None or kind == "chunked_attention" or kind in _POINTWISE | _RECURRENT | _FULL | _LOCAL
         return not known or any(map(moves_between_positions, self.inputs.model.get_submodule(call.name).modules()))
 
-    def _asked(self, kind: str | None, request: MaskRequest | None) -> tuple[Tensor, str]:
+    def _asked(self, kind: str | None, request: MaskRequest | None) -> tuple[Tensor, str, Disagreement | None]:
         if request is None or kind in _POINTWISE or kind in _RECURRENT:
-            return self._configured(kind)
+            return *self._configured(kind), None
         from attnflow.models.passes.mask_request import asks_causal, pairs_asked
 
         asked = pairs_asked(request).expand(-1, self.length, -1)
-        padding = request.padding
-        own = None if padding is None or padding.shape[-1] != self.length else padding.bool().cpu()
-        real = self.real if own is None else self.real & own  # a model may know padding by its token
+        padding, real = request.padding, self.real
+        if padding is not None and padding.shape[-1] == self.length:  # a model may know padding by its token
+            real = real & padding.bool().cpu()
         within = asked & self.base
         allow, label = self._configured(kind)
         sized = {**dict.fromkeys(_FULL, True), **dict.fromkeys(_LOCAL, self.window), "chunked_attention": self.chunk}
@@ -222,20 +216,15 @@ class _DeclaredStack:
             self.unsure.append("the mask lets positions see later ones, and nothing says that they are of one block")
         words = problem or self._described(asked, real), label or ("causal" if self.causal else "bidirectional")
         allow = allow | accepted
-        real = real if of_slot(self.inputs, self.slot, "attention_mask") is None else self.real
-        known = disagreement(asked, allow, self.base, self.together, real, words)
-        if known is not None:
-            self._disagreements[kind, id(request)] = known
-        return allow, label
+        real = real if self.inputs.argument(self.slot, "attention_mask") is None else self.real
+        return allow, label, disagreement(asked, allow, self.base, self.together, real, words)
 
     def _configured(self, kind: str | None) -> tuple[Tensor, str]:
         if kind in _POINTWISE:
             return torch.eye(self.length, dtype=torch.bool)[None], "nothing but itself"
-        if kind is None or kind in _FULL or kind in _RECURRENT:
+        if kind is None or kind in _FULL or kind in _RECURRENT or (kind in _LOCAL and self.window is None):
             return self.base, ""
-        if kind in _LOCAL:
-            if self.window is None:
-                return self.base, ""
+        if kind in _LOCAL and self.window is not None:
             return self.base & (self.distance < self.window), f"window {self.window}"
         if kind == "chunked_attention":
             first = (self.together & self.real[:, None, :]).float().argmax(-1)  # real token of the same document
@@ -282,8 +271,7 @@ def _causal(seen: CallSurvey) -> bool:
         return True
     generates = getattr(model, "can_generate", None)
     generates = callable(generates) and generates()
-    asks = _asks_causal(seen)
-    both_ways = asks is False and not _has_causal_head(config)
+    asks, both_ways = _asks_causal(seen, config)
     if not generates and both_ways and not any(map(_triangular, model.buffers())):
         return False
     whole = (module for module in model.modules() if next(module.children(), None) is not None)
@@ -301,20 +289,15 @@ def _causal(seen: CallSurvey) -> bool:
     raise _unknown(seen.inputs, "neither its configuration nor its attention modules say whether it is causal")
 
 
-def _asks_causal(seen: CallSurvey) -> bool | None:
-    """Whether any of the masks that the model asks transformers for is causal; None if it asks for none."""
+def _asks_causal(seen: CallSurvey, config: Any) -> tuple[bool | None, bool]:
+    """(whether a mask that is asked for is causal, None without any; whether none is, nor a head that exists of it)."""
     requests = [call.asked for call in seen.calls if call.asked is not None]
     if not requests:
-        return None
-    from attnflow.models.passes.mask_request import asks_causal
+        return None, False
+    from attnflow.models.passes.mask_request import asks_causal, has_causal_head
 
-    return any(map(asks_causal, requests))
-
-
-def _has_causal_head(config: Any) -> bool:
-    from attnflow.models.passes.mask_request import has_causal_head
-
-    return has_causal_head(config)
+    causal = any(map(asks_causal, requests))
+    return causal, not causal and not has_causal_head(config)
 
 
 def _triangular(buffer: Tensor) -> bool:
@@ -356,17 +339,16 @@ def _encoder_decoder(seen: CallSurvey) -> Relation:
     n, *_, decoder = inputs.size, *inputs.slots
     stacks: dict[int, _DeclaredStack] = {}
     for slot in inputs.slots:
-        own = getattr(inputs.subject.text_config, "decoder" if slot is decoder else "encoder", None)
-        own = own if hasattr(own, "num_hidden_layers") else None
-        stacks[slot.offset] = _DeclaredStack(own, inputs, slot, causal=slot is decoder)
-    real = all_real(inputs)
+        config = getattr(inputs.subject.text_config, "decoder" if slot is decoder else "encoder", None)
+        config = config if hasattr(config, "num_hidden_layers") else None
+        stacks[slot.offset] = _DeclaredStack(config, inputs, slot, causal=slot is decoder)
     layers: list[Tensor] = []
     for call in seen.calls:
         slot = seen.slot_of(call)
-        own = stacks[slot.offset].relation(call)
-        allow = torch.eye(n, dtype=torch.bool).repeat(len(own), 1, 1)
+        within = stacks[slot.offset].relation(call)
+        allow = torch.eye(n, dtype=torch.bool).repeat(len(within), 1, 1)
         rows = slice(slot.offset, slot.offset + slot.length)
-        allow[:, rows, rows] = own
+        allow[:, rows, rows] = within
         if slot is decoder:
             allow[:, rows, : slot.offset] = True
         layers.append(allow)
@@ -374,10 +356,10 @@ def _encoder_decoder(seen: CallSurvey) -> Relation:
     words = (
         f"encoder-decoder ({len(layers) - above} bidirectional layers, then {above} causal ones that read the encoder)"
     )
-    disputes = [stack.disputes() for stack in stacks.values()]
-    disputed, unsure = (tuple(each for found in part for each in found) for part in zip(*disputes, strict=True))
-    words += "" if real.all() else "; padding"
-    return Relation(tuple(_of_one_batch(layers, real)), False, words, disputed, unsure)
+    disputed = tuple(dispute for stack in stacks.values() for dispute in stack.disputes())
+    unsure = tuple(words for stack in stacks.values() for words in stack.unsure)
+    words += "" if inputs.real.all() else "; padding"
+    return Relation(tuple(_of_one_batch(layers, inputs.real)), False, words, disputed, unsure)
 
 
 def _of_one_batch(layers: list[Tensor], real: Tensor) -> list[Tensor]:

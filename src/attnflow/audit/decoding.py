@@ -33,7 +33,6 @@ class DecodingPath:
 
 
 def step_lengths(inputs: Inputs, cache: bool | Sequence[int]) -> tuple[int, ...]:
-    """The lengths of the steps: as given, or a prefill and up to four single tokens."""
     n = inputs.slots[-1].length
     taken = {slot.length for slot in inputs.slots[:-1]}  # no step may be as long as the encoder's
     if cache is True:
@@ -48,23 +47,20 @@ def step_lengths(inputs: Inputs, cache: bool | Sequence[int]) -> tuple[int, ...]
 
 
 def decoding_paths(inputs: Inputs, cache: bool | Sequence[int]) -> list[DecodingPath]:
-    """The paths to compare: the one asked for, or with True all that the model has."""
     asked = DecodingPath("cached", step_lengths(inputs, cache))
     n = inputs.slots[-1].length
     if cache is not True or len(inputs.slots) > 1 or n < 6:
         return [asked]
     part, prefill = n // 3, n - n // 3
     steps = (prefill, *([1] * part))
-    every = [asked, DecodingPath("chunks", (part, part, n - 2 * part)), DecodingPath("drafts", (prefill, part))]
-    if not getattr(
-        inputs.model, "_is_stateful", False
-    ):  # a recurrent state cannot be taken back, and `generate` refuses to
-        every.append(DecodingPath("crop", steps, drafts=part))
+    paths = [asked, DecodingPath("chunks", (part, part, n - 2 * part)), DecodingPath("drafts", (prefill, part))]
+    if not getattr(inputs.model, "_is_stateful", False):  # else a state cannot be taken back: `generate` refuses, too
+        paths.append(DecodingPath("crop", steps, drafts=part))
     if inputs.subject.accepted("attention_mask") and "attention_mask" not in inputs.kwargs:
-        every.append(DecodingPath("left padding", (prefill + 2, *([1] * part)), pads=2))
+        paths.append(DecodingPath("left padding", (prefill + 2, *([1] * part)), pads=2))
     if "transformers" in sys.modules:
-        every.append(DecodingPath("static cache", steps, cache=partial(_static_cache, inputs.model, n)))
-    return every
+        paths.append(DecodingPath("static cache", steps, cache=partial(_static_cache, inputs.model, n)))
+    return paths
 
 
 class SteppedRunner(Runner):
@@ -74,16 +70,14 @@ class SteppedRunner(Runner):
         self.path = decoding.name
 
     def feed(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
-        """Run the prefill and then the steps, each with the cache of the one before."""
         name = self.inputs.subject.accepted(*CACHES)
         if name is None or not self.inputs.subject.takes_use_cache:
-            raise UnsupportedArchitecture(f"{type(self.model).__name__} takes no cache: audit it with cache=False")
+            raise self._uncached("takes no cache: ")
         *encoder, decoder = self.inputs.slots
         prompted = getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False)
         if prompted or not any(decoder.length in value.shape for value in kwargs.values() if isinstance(value, Tensor)):
-            raise UnsupportedArchitecture(
-                f"{type(self.model).__name__} adds positions of its own to every step, so it does not decode in steps "
-                "of the inputs: audit it with cache=False"
+            raise self._uncached(
+                "adds positions of its own to every step, so it does not decode in steps of the inputs: "
             )
         state: dict[str, Any] = {} if self._decoding.cache is None else {name: self._decoding.cache()}
         start = encoded = 0
@@ -100,21 +94,16 @@ class SteppedRunner(Runner):
                 with Watch(watched, leave=lambda _, output: encoded_as.append(output)):
                     output = self.model(**part, use_cache=True)
             except REFUSALS as error:
-                raise UnsupportedArchitecture(
-                    f"{type(self.model).__name__} does not decode in steps of {list(self._decoding.chunks)} tokens "
-                    f"with a cache ({type(error).__name__}: {refusal(error)}); audit it with cache=False"
-                ) from error
+                why = f"with a cache ({type(error).__name__}: {refusal(error)}); "
+                steps = f"does not decode in steps of {list(self._decoding.chunks)} tokens "
+                raise self._uncached(steps + why) from error
             self.passes += 1
             state = {name: _cache(output)}
             if state[name] is None:
-                raise UnsupportedArchitecture(
-                    f"{type(self.model).__name__} returned no cache: audit it with cache=False"
-                )
+                raise self._uncached("returned no cache: ")
             if encoder:
                 hidden = _entry(output, "encoder_last_hidden_state")
-                state["encoder_outputs"] = (hidden,)
-                if "transformers" in sys.modules:
-                    state["encoder_outputs"] = _encoder_output(encoded_as[0] if encoded_as else None, hidden)
+                state["encoder_outputs"] = _encoder_output(encoded_as, hidden)
                 state |= {} if encoder[0].name is None else {encoder[0].name: None}
                 if step == 0:
                     encoded = sum(n for path, n in tracer.layer_calls.items() if path in encoder[0].layers)
@@ -122,6 +111,9 @@ class SteppedRunner(Runner):
             if step == 0 and self._decoding.drafts:
                 with tracer.watch.paused():
                     self._reject(kwargs, state, name, start)
+
+    def _uncached(self, why: str) -> UnsupportedArchitecture:
+        return UnsupportedArchitecture(f"{type(self.model).__name__} {why}audit it with cache=False")
 
     def _reject(self, kwargs: Mapping[str, Any], state: dict[str, Any], name: str, start: int) -> None:
         wrong = self.inputs.draw(torch.Generator().manual_seed(self.seed + 1)).kwargs
@@ -139,15 +131,14 @@ class SteppedRunner(Runner):
 def sliced(inputs: Inputs, kwargs: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
     """The keyword arguments of the step that feeds positions [start, end), those before being in the cache."""
     decoder = inputs.slots[-1]
-    prefix = "decoder_" if (decoder.name or "").startswith("decoder_") else ""
-    part: dict[str, Any] = {}
+    mask, part = f"{decoder.prefix}attention_mask", dict[str, Any]()
     for name, value in kwargs.items():
         if name in {"labels", "use_cache"}:
             continue
-        if isinstance(value, Tensor) and name.startswith(prefix):
-            if name == f"{prefix}attention_mask" and value.ndim == 2:
+        if isinstance(value, Tensor) and name.startswith(decoder.prefix):
+            if name == mask and value.ndim == 2:
                 value = value[:, :end]
-            elif name == f"{prefix}attention_mask" and value.ndim == 4:
+            elif name == mask and value.ndim == 4:
                 value = value[..., start:end, :end]
             elif name == decoder.name:
                 value = value[:, start:end] if inputs.batched else value[start:end]
@@ -166,19 +157,19 @@ def _static_cache(model: nn.Module, length: int) -> object:
     return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
 
 
-def _encoder_output(output: object, hidden: Tensor) -> object:
+def _encoder_output(returned: list[Any], hidden: Any) -> object:
     """What an encoder returned, or else its states: some decoders read entries of their own, some by index."""
+    if "transformers" not in sys.modules:
+        return (hidden,)
     from transformers.modeling_outputs import BaseModelOutput
     from transformers.utils.generic import ModelOutput
 
-    return output if isinstance(output, ModelOutput) else BaseModelOutput(last_hidden_state=cast(Any, hidden))
+    return next((o for o in returned[:1] if isinstance(o, ModelOutput)), BaseModelOutput(last_hidden_state=hidden))
 
 
 def _cache(output: Any) -> Any:
     """The cache that a model returns, whose name may differ from the argument's; None without."""
-    mapping = dict(cast(Mapping[str, Any], output)) if isinstance(output, Mapping) else None
-    found = (getattr(output, name, None) if mapping is None else mapping.get(name) for name in CACHES)
-    return next((cache for cache in found if cache is not None), None)
+    return next((cache for name in CACHES if (cache := _entry(output, name)) is not None), None)
 
 
 def _entry(output: Any, name: str) -> Any:
@@ -194,14 +185,11 @@ class DecodingComparison:
         self._full: dict[torch.dtype, Recording] = {}
 
     def of(self, path: DecodingPath) -> Violation | str | None:
-        """The first module that differs from the full forward; a reason where the model lacks this path.
-
-        A difference must show in the output of a layer or the model: rotations under padding alone are no mistake.
-        """
+        """The first module that differs, if a layer or the model does; a reason where the model lacks this path."""
         model, dtype = self._runner.model, self._runner.dtype
         other = other_precision(dtype)
         try:
-            own, stepped = self._run(None, dtype), self._run(path, dtype)
+            full, stepped = self._run(None, dtype), self._run(path, dtype)
         except (*REFUSALS, UnsupportedArchitecture) as error:  # not every model has every path
             if path.name == "cached":  # it was asked for
                 raise
@@ -220,18 +208,17 @@ class DecodingComparison:
             if violation is not None and key not in ends:
                 continue
             first = key._replace(step=0)
-            whole, reference, again = own.get(first), exact.get(first), exactly.get(key)
+            whole, reference, again = full.get(first), exact.get(first), exactly.get(key)
             if whole is None or reference is None or again is None or _of_pairs(whole):
                 continue
             beyond = _beyond(event, whole, reference, again, path.pads, dtype, other)
             if beyond is None:
                 unshown |= dtype != torch.float64 and _far(event, whole, path.pads) is not None
                 continue
-            place = event.layer, event.blame, None, beyond[1], beyond[2], None, beyond[0], path.name, True
-            violation = violation or Violation("cache", *place)
+            violation = violation or _of_path(path, event, beyond, confirmed=True)
             if key in ends or not ends:
                 return violation
-        return self._in_this_precision(path, own) if unshown else None
+        return self._in_this_precision(path, full) if unshown else None
 
     def _in_this_precision(self, path: DecodingPath, full: Recording) -> Violation | None:
         """The first module that differs far by itself: its inputs are put back to those of the full forward."""
@@ -243,8 +230,7 @@ class DecodingComparison:
                 return
             far = _far(event, whole, path.pads)
             if far is not None:
-                place = event.layer, event.blame, None, far[1], far[2], None, far[0], path.name, False
-                differs.append(Violation("cache", *place))
+                differs.append(_of_path(path, event, far, confirmed=False))
             rows = _aligned(event, whole, path.pads)
             if rows is not None:
                 put_back(event, torch.cat([event.values[:, : -rows[1].shape[1]], rows[1]], 1))
@@ -258,10 +244,10 @@ class DecodingComparison:
     def _run(self, path: DecodingPath | None, dtype: torch.dtype) -> Recording:
         if path is None and dtype in self._full:
             return self._full[dtype]
-        runner, own = self._runner, dtype == self._runner.dtype
+        runner, other = self._runner, None if dtype == self._runner.dtype else dtype
         inputs = runner.inputs if path is None else _padded(runner.inputs, path.pads)
-        with precision(runner.model, None if own else dtype):
-            call = inputs if own else inputs.in_precision(dtype), runner.watch, runner.seed
+        with precision(runner.model, other):
+            call = inputs.in_precision(other), runner.watch, runner.seed
             runner = Runner(*call) if path is None else SteppedRunner(*call, path)
             recording = runner.record(runner.inputs.base)
         self.passes += runner.passes
@@ -270,12 +256,17 @@ class DecodingComparison:
         return recording
 
 
+def _of_path(path: DecodingPath, event: Event, place: tuple[int, int, float], *, confirmed: bool) -> Violation:
+    row, column, change = place
+    return Violation("cache", event.layer, event.blame, None, column, change, None, row, path.name, confirmed)
+
+
 def _beyond(
     event: Event, whole: Event, exact: Event, exactly: Event, pads: int, dtype: torch.dtype, other: torch.dtype
 ) -> tuple[int, int, float] | None:
     pairs: list[Tensor] = []
-    for one, two in ((event, whole), (exactly, exact)):
-        rows = _aligned(one, two, pads)
+    for stepped, full in ((event, whole), (exactly, exact)):
+        rows = _aligned(stepped, full, pads)
         if rows is None:
             return None
         pairs.append(row_change(*rows))

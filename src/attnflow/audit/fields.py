@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Final, NamedTuple
 
 import torch
@@ -110,15 +111,10 @@ def _borders(field: Tensor, runs: Sequence[tuple[int, int]]) -> _Borders:
 def plan(
     fields: Fields, seen: Mapping[int, Tensor], passes: int, runs: Sequence[tuple[int, int]] = (), beyond: bool = False
 ) -> ProbePlan:
-    """Sets of positions that together test as many forbidden pairs (target, source) as possible, at most `passes`.
+    """Sets that test most forbidden pairs: S tests (i, j) if j is in S and F[i] is disjoint from S.
 
-    Set S tests (i, j) if j is in S and F[i] is disjoint from S. Sets are chosen greedily among complements of fields,
-    dyadic blocks and single positions; for a causal order n - 1 cuts test every pair. Growing fields (sliding windows)
-    are tested at up to six depths; `seen[depth]` marks the positions that some module shows there.
-
-    The complements of the fields at `_borders` come first. With `beyond` those at the ends of each run [start, end) are
-    always among the sets, and half of the passes are left for other pairs: up to twelve sets more for each run. Four
-    more are for what growing fields forbid to the first layers alone.
+    For a causal order n - 1 cuts test every pair. The fields' complements at borders come first; with `beyond` those at
+    the ends of each run [start, end) always do, and half of the passes are left for other pairs.
     """
     depths: list[int] = []  # where fields or positions differ, ascending; of many, a few evenly spread ones
     for depth in sorted(seen):
@@ -138,9 +134,7 @@ def plan(
         chosen.append(sets)
         tested += (total - left) * (fields.batch // rows)
         forbidden += total * (fields.batch // rows)
-    count = max(len(sets) for sets in chosen)
-    empty = torch.zeros(fields.size, dtype=torch.bool)
-    per_pass = [torch.stack([sets[p] if p < len(sets) else empty for sets in chosen]) for p in range(count)]
+    per_pass = map(torch.stack, zip_longest(*chosen, fillvalue=torch.zeros(fields.size, dtype=torch.bool)))
     full = tuple(selected.expand(fields.batch, -1).clone() for selected in per_pass)
     return ProbePlan(full, tested / forbidden if forbidden else 1.0, forbidden)
 
@@ -157,7 +151,6 @@ def _greedy(stages: Sequence[Tensor], passes: int, borders: _Borders, beyond: bo
     untested = [1 - field for field in fields]
     totals = [float(left.sum()) for left in untested]
     chosen: list[Tensor] = []
-
     limit = max(16, _PLAN_WORK // max(1, size * size * len(stages)))
 
     def take(candidates: Tensor, most: int, counted: Tensor | float = 1.0) -> None:
@@ -196,5 +189,4 @@ def _candidates(stages: Sequence[Tensor]) -> Bool[Tensor, "sets n"]:
     place = torch.arange(size)
     blocks = [place // width == start for width in widths for start in range(-(-size // width))]
     pool = {tuple(candidate.tolist()): candidate for candidate in (*cuts, *singles, *blocks) if candidate.any()}
-    sets = list(pool.values())
-    return torch.stack(sets) if sets else torch.zeros(0, size, dtype=torch.bool)
+    return torch.stack(list(pool.values()))

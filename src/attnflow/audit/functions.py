@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -42,11 +43,7 @@ class Follower:
 
 
 class Function(nn.Module):
-    """A callable as a module without parts, made by `as_function`.
-
-    Its forward returns {name: tensor} of everything numeric that the callable returns. The modules that the callable
-    holds are its parameters, so that they can be held in another precision; their training flags are not touched.
-    """
+    """A callable as a module whose parameters are those that it holds; forward returns {name: tensor}."""
 
     def __init__(self, call: Callable[..., object], followers: Mapping[str, Follower], name: str | None) -> None:
         super().__init__()
@@ -66,15 +63,14 @@ class Function(nn.Module):
         return (buffer for module in self.held for buffer in module.buffers(recurse=False))
 
     def forward(self, **kwargs: Any) -> dict[str, object]:
-        """Call the function; it may train, so gradients are on."""
         if self.name is None:
             args, named = tuple(kwargs.values()), {}
         else:
             tokens = cast(Tensor, kwargs[self.name])
-            size = min([tokens.shape[-1], *(each.values.shape[-1] for each in self.followers.values())])
-            followers = {name: each.of(tokens) for name, each in self.followers.items()}
-            args, named = (), {**kwargs, self.name: tokens[..., :size] if self.followers else tokens, **followers}
-        with torch.enable_grad():
+            size = min([tokens.shape[-1], *(follower.values.shape[-1] for follower in self.followers.values())])
+            followers = {name: follower.of(tokens) for name, follower in self.followers.items()}
+            args, named = (), {**kwargs, self.name: tokens[..., :size], **followers}
+        with torch.enable_grad():  # it may train
             output = _numbers(self.call(*args, **named))
         returned: dict[str, object] = {}
         for path, value in leaves(output, lambda path, value: returned.update({path.lstrip(".") or "output": value})):
@@ -95,22 +91,20 @@ class Function(nn.Module):
         return full
 
     def align(self, inputs: Inputs, seed: int) -> tuple[str, ...]:
-        """Call it on three inputs, and read off which outputs score the next token; the reasons to test nothing.
-
-        If the last of n numbers never moves, number i is taken as the score of token i + 1, as in a loss whose last
-        label is missing. Answers that do not move with the tokens say nothing about leaks.
-        """
+        """Read off three calls which of n numbers score the next token: the last never moves; why nothing is tested."""
         draw = inputs.draw(torch.Generator().manual_seed(seed + _OTHER))
         place = torch.arange(inputs.size).expand(inputs.batch, -1)
         self.size = (inputs.batch, inputs.size) if inputs.batched else (inputs.size,)
         if self.twin is not None:
             self.twin.size = self.size
-        answers: list[dict[str, object]] = []
         middle = min([inputs.size // 2, *self.labels[-1:]])
-        for start in (inputs.size, middle, 0):
+
+        def tensors(start: int) -> dict[str, Tensor]:
             seed_all(seed)
-            answers.append(self(**fresh(inputs.changed(place >= start, draw).kwargs)))
-        base, half, every = ({n: v for n, v in each.items() if isinstance(v, Tensor)} for each in answers)
+            answer: dict[str, object] = self(**fresh(inputs.changed(place >= start, draw).kwargs))
+            return {name: value for name, value in answer.items() if isinstance(value, Tensor)}
+
+        base, half, every = map(tensors, (inputs.size, middle, 0))
         for name, before in base.items():
             after = every.get(name)
             if after is None or after.shape != before.shape or before.numel() != np.prod(self.size) or before.ndim > 2:
@@ -138,11 +132,7 @@ def is_function(call: object) -> TypeGuard[Callable[..., object]]:
 
 
 def as_function(call: Callable[..., object], inputs: Any) -> tuple[Function, Any]:
-    """(the callable as a module, inputs whose first tensor is all tokens).
-
-    Arguments that repeat the tokens, or follow them by one place as in `loss(tokens[:, :-1], tokens[:, 1:])`, change
-    with them: both are cut from one sequence.
-    """
+    """(the callable as a module, inputs whose first tensor is all tokens, without what repeats or follows them)."""
     name, followers = None, dict[str, Follower]()
     if isinstance(inputs, Mapping):
         given = dict(cast(Mapping[str, Any], inputs))
@@ -152,17 +142,13 @@ def as_function(call: Callable[..., object], inputs: Any) -> tuple[Function, Any
         name = "input_ids" if "input_ids" in given else next(iter([*tokens, *tensors]), "")
         first = given.get(name)
         inputs = {name: first, **given} if name else given
-        for other in [each for each in tokens if each != name and isinstance(first, Tensor)]:
-            shift = _shift(cast(Tensor, first), tokens[other])
-            if shift is not None:
-                followers[other] = Follower(shift, inputs.pop(other))
-        ends = [
-            each.values[..., -1:]
-            for each in followers.values()
-            if each.shift and bool((each.values[..., -1] >= 0).all())
-        ]
-        if ends:
-            inputs[name] = torch.cat([cast(Tensor, first), ends[0].to(cast(Tensor, first))], -1)
+        if isinstance(first, Tensor):
+            for other in [other for other in tokens if other != name]:
+                if (shift := _shift(first, tokens[other])) is not None:
+                    followers[other] = Follower(shift, inputs.pop(other))
+            ends = [follower.values[..., -1:] for follower in followers.values() if follower.shift]
+            ends = [end.to(first) for end in ends if (end >= 0).all()]
+            inputs |= {name: torch.cat([first, ends[0]], -1)} if ends else {}
     title = str(getattr(call, "__name__", type(call).__name__)).replace("<lambda>", "lambda")
     made = type(title, (Function,), {})  # reports name what leaks by its class
     function = made(call, followers, name)
@@ -175,7 +161,6 @@ def as_function(call: Callable[..., object], inputs: Any) -> tuple[Function, Any
 
 
 def _shift(tokens: Tensor, other: Tensor) -> int | None:
-    """By how many places `other` follows the tokens, if it does."""
     if other.shape != tokens.shape or not bool((other >= 0).any()):
         return None
     if bool(((other == tokens) | (other < 0)).all()):
@@ -211,22 +196,10 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _module_of(call: object) -> str:
+def _module_of(call: Any) -> str:
     while isinstance(call, functools.partial):
         call = call.func
-    while hasattr(call, "__wrapped__"):
-        call = getattr(call, "__wrapped__")  # noqa: B009 - objects have no such attribute
-    return str(getattr(call, "__module__", ""))
-
-
-def _cells(function: types.FunctionType) -> list[object]:
-    contents: list[object] = []
-    for cell in function.__closure__ or ():
-        try:
-            contents.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            contents.append(None)
-    return contents
+    return str(getattr(inspect.unwrap(call), "__module__", ""))
 
 
 def copied(call: Callable[..., object]) -> tuple[Callable[..., object] | None, list[nn.Module]]:
@@ -234,17 +207,14 @@ def copied(call: Callable[..., object]) -> tuple[Callable[..., object] | None, l
     copier = _Copier(_module_of(call))
     try:
         start = call if isinstance(call, _FUNCTIONS) else getattr(call, "__call__")  # noqa: B004, B009 - its method
-        new = cast(Callable[..., object], copier.value(start))
+        new = copier.value(start)
     except Exception:  # whatever an object of the user's raises when it is copied, such as an open file
         return None, []
     return new, copier.modules()
 
 
 class _Copier:
-    """Copies what a callable keeps between calls: its object, its closure, and the globals of its own file.
-
-    `copy.deepcopy` takes functions as they are, so their closures and globals would be shared with the copy.
-    """
+    """Copies objects, closures and the globals of one file; `copy.deepcopy` would share those of functions."""
 
     def __init__(self, home: str) -> None:
         self._home = home  # the file of the callable; functions of other files are shared
@@ -275,8 +245,9 @@ class _Copier:
         new = types.FunctionType(old.__code__, space, old.__name__, None, cells)
         self._functions[id(old)] = new
         new.__kwdefaults__, new.__defaults__ = old.__kwdefaults__, self.value(old.__defaults__)
-        for cell, content in zip(cells, _cells(old), strict=True):
-            cell.cell_contents = self.value(content)
+        for cell, before in zip(cells, old.__closure__ or (), strict=True):
+            if before != types.CellType():  # it is filled
+                cell.cell_contents = self.value(before.cell_contents)
         if old.__module__ == self._home:
             for name in {*_names(old.__code__)} & {*old.__globals__}:
                 item = old.__globals__[name]
@@ -285,6 +256,5 @@ class _Copier:
         return new
 
     def modules(self) -> list[nn.Module]:
-        """The modules that were copied, and their copies."""
         old = [item for item in self._memo.get(id(self._memo), ()) if isinstance(item, nn.Module)]  # kept by deepcopy
         return old + [self._memo[id(module)] for module in old]

@@ -117,17 +117,19 @@ class Guard(Handle):
             _LOG.info("call %d: %s (%s; %s)", call, report.verdict, report.order, cost)
 
     def _audit(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AuditReport:
-        call = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
-        for name, parameter in inspect.signature(model.forward).parameters.items():
+        signature, masks = inspect.signature(model.forward), attached_masks(model)
+        call = dict(signature.bind_partial(*args, **kwargs).arguments)
+        for name, parameter in signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 call |= call.pop(name, {})
-        sequences = None if _by_sequence(model) else self._sequences
+        # Where each sequence of the batch has a mask of its own, none can be left out.
+        sequences = None if any(mask.forms.shape[0] > 1 for mask in masks) else self._sequences
         order = self._order if sequences is None else _of_first(self._order, sequences)
         began = time.perf_counter()
         with unchanged(model), examining(model):
             batch = read(Subject(model), without_loss(model, call, sequences))
             report = _in_its_mode(batch, order, self._passes)
-            if self._order is None and not report.violations and not attached_masks(model):
+            if self._order is None and not report.violations and not masks:
                 report = _with_rows_alone(batch, report)
         return replace(report, seconds=time.perf_counter() - began)
 
@@ -198,7 +200,6 @@ def guard(
 
 
 def _in_its_mode(inputs: Inputs, order: Order, passes: int) -> AuditReport:
-    """An audit in training mode, if that is the model's; in evaluation mode where equal calls differ in training."""
     model, why = inputs.model, ""
     if any(module.training for module in model.modules()):
         for module in model.modules():  # without gradients there is nothing to compute again
@@ -222,7 +223,7 @@ def _in_its_mode(inputs: Inputs, order: Order, passes: int) -> AuditReport:
 def _with_rows_alone(inputs: Inputs, report: AuditReport) -> AuditReport:
     """The report with what a few rows and documents read that they do not have alone; other differences are notes."""
     try:
-        alone = compare_alone(inputs.model, inputs.kwargs, rows=_ALONE, documents=_ALONE)
+        alone = compare_alone(inputs.subject, inputs.kwargs, rows=_ALONE, documents=_ALONE)
     except (AttnflowError, *REFUSALS) as error:
         return replace(report, notes=(*report.notes, f"rows were not compared with themselves alone: {refusal(error)}"))
     read = [gap for gap in alone.differences if gap.cause.startswith("it reads")]
@@ -248,27 +249,20 @@ def without_loss(model: nn.Module, batch: Mapping[str, Any], sequences: int | No
     return {name: _rows(name, value, size, sequences) for name, value in call.items() if name not in LOSS_ARGUMENTS}
 
 
-def _by_sequence(model: nn.Module) -> bool:
-    """Whether each sequence of the batch has a mask of its own, so that none can be left out."""
-    return any(mask.forms.shape[0] > 1 for mask in attached_masks(model))
-
-
 def _of_first(order: Order, sequences: int) -> Order:
     if isinstance(order, MaskGrid):
         return MaskGrid(order.masks[:sequences], order.num_queries, order.num_keys)
     if isinstance(order, Sequence) and not isinstance(order, str):
-        return [cast(Mask | MaskGrid, _of_first(each, sequences)) for each in order]
+        return [cast(Mask | MaskGrid, _of_first(mask, sequences)) for mask in order]
     return order
 
 
 def _can_be_cut(value: object) -> bool:
-    """Whether sequences of an argument can be chosen: it is not a cache, or a cache that supports it."""
     layers = getattr(value, "layers", None) if hasattr(value, "get_seq_length") else None
-    return not hasattr(value, "get_seq_length") or all(hasattr(each, "batch_select_indices") for each in layers or ())
+    return all(hasattr(layer, "batch_select_indices") for layer in layers or ())
 
 
 def _rows(name: str, value: Any, batch: int, sequences: int) -> Any:
-    """The first sequences of an argument; arguments without a batch axis stay whole."""
     if isinstance(value, Mapping):
         return {key: _rows(str(key), item, batch, sequences) for key, item in cast(Mapping[Any, Any], value).items()}
     if hasattr(value, "batch_select_indices") and batch > sequences:

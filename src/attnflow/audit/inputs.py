@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -45,22 +46,23 @@ class Slot:
     places: tuple[int, ...] = ()  # of the tokens that were passed, where virtual tokens or an image stand beside them
 
     @property
+    def prefix(self) -> str:
+        """The first word of the names of arguments that belong to these positions."""
+        return "decoder_" if (self.name or "").startswith("decoder_") else ""
+
+    @property
     def title(self) -> str:
         return self.name or f"what enters {self.entry.layer if self.entry else 'the model'}"
 
 
 @dataclass(frozen=True)
 class Variation:
-    """One model call: its keyword arguments, and what is added where vectors enter stacks of layers."""
-
     kwargs: Mapping[str, Any]
     noise: Mapping[int, Tensor]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call of a model, and where its positions are."""
-
     subject: Subject
     kwargs: dict[str, Any]  # what forward is called with
     slots: tuple[Slot, ...]  # one for a decoder or an encoder; encoder and decoder slots for an encoder-decoder
@@ -74,6 +76,10 @@ class Inputs:
         return sum(slot.length for slot in self.slots)
 
     @property
+    def model(self) -> nn.Module:
+        return self.subject.model
+
+    @property
     def base(self) -> Variation:
         return Variation(self.kwargs, {})
 
@@ -81,37 +87,75 @@ class Inputs:
     def layers(self) -> frozenset[str]:
         return frozenset[str]().union(*(slot.layers for slot in self.slots))
 
-    def beside(self, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Other inputs of a call with rows of their own: images, sounds, ids of another tower."""
+    @property
+    def beside(self) -> dict[str, Tensor]:
+        """Other inputs of the call with rows of their own: images, sounds, ids of another tower."""
         taken = {slot.name for slot in self.slots} | {"labels", "position_ids", "token_type_ids"}
-        tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.ndim > 1}
+        tensors = {name: value for name, value in self.kwargs.items() if isinstance(value, Tensor) and value.ndim > 1}
         rows = {name: value for name, value in tensors.items() if value.is_floating_point() or name.endswith("_ids")}
         return {name: value for name, value in rows.items() if name not in taken and not name.endswith("mask")}
 
     def padding_beside(self) -> dict[str, Tensor]:
         """Masks [rows, n] of other inputs [rows, n, ...] that hide some of them, by the first word of their names."""
         masks: dict[str, Tensor] = {}
-        for name, value in self.beside(self.kwargs).items():
+        for name, value in self.beside.items():
             for kind in ("attention_mask", "mask", "padding_mask"):
                 mask = self.kwargs.get(f"{name.partition('_')[0]}_{kind}")
                 if isinstance(mask, Tensor) and mask.shape == value.shape[:2] and bool((mask == 0).any()):
                     masks[name] = mask
         return masks
 
+    def argument(self, slot: Slot, name: str) -> Tensor | None:
+        """An argument [.., batch, n] of the slot, else None; what is added to tokens is known of masks alone."""
+        value = self.kwargs.get(slot.prefix + name)
+        if value is None and slot.name is None and name == "attention_mask":  # of pixels or sounds
+            size = self.batch, slot.length
+            masks = (mask for key, mask in self.kwargs.items() if key.endswith("attention_mask"))
+            value = next((mask for mask in masks if isinstance(mask, Tensor) and mask.shape == size), None)
+        if not isinstance(value, Tensor) or value.ndim > (3 if name == "position_ids" else 2):
+            return None
+        rows = value.detach().cpu()[(None,) * (value.ndim == 1)]
+        if name == "attention_mask" and rows.shape[-1] == len(slot.places) != slot.length:
+            rows = rows.new_ones(*rows.shape[:-1], slot.length).index_copy_(-1, torch.tensor(slot.places), rows)
+        fits = rows.shape[-1] == slot.length and rows.shape[-2] in (1, self.batch)
+        return rows.expand(*rows.shape[:-2], self.batch, -1) if fits else None
+
+    def real_in(self, slot: Slot) -> Tensor:
+        """Which positions of a slot are not padding, bool [batch, n]; [1, n] without padding."""
+        mask = self.argument(slot, "attention_mask")
+        return torch.ones(1, slot.length, dtype=torch.bool) if mask is None or mask.all() else mask != 0
+
+    @cached_property
+    def real(self) -> Tensor:
+        """Which positions of all slots are not padding, bool [batch, n]."""
+        return torch.cat([self.real_in(slot).expand(self.batch, -1) for slot in self.slots], -1)
+
+    def unplaced_padding(self) -> list[str]:
+        words: list[str] = []
+        for slot in self.slots:
+            name = f"{slot.prefix}attention_mask"
+            mask = self.kwargs.get(name)
+            padded = isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask == 0).any())
+            if padded and self.argument(slot, "attention_mask") is None:
+                where = f"its place among the {slot.length} positions of the layers is not known"
+                words.append(f"the padding of {name}: {where}")
+            if slot.name is not None:
+                same = [name for name, mask in self.padding_beside().items() if mask.shape[1] == slot.length]
+                words += [f"the padding of {name}: it is as long as {slot.name}; pass another length" for name in same]
+        return words
+
     def hidden(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Other inputs, changed where their masks hide them; not those that are as long as what is audited."""
         changed: dict[str, Tensor] = {}
         for name, mask in self.padding_beside().items():
             value = self.kwargs[name]
             if mask.shape[1] in {slot.length for slot in self.slots}:
                 continue
-            places = (mask == 0).reshape(mask.shape + (1,) * (value.ndim - 2)).to(value.device)
             if value.is_floating_point():
                 noise = torch.randn(value.shape, generator=generator, dtype=torch.float64) * float(value.std())
-                changed[name] = torch.where(places, value + noise.to(value), value)
+                other = value + noise.to(value)
             else:
                 other = value.flatten()[torch.randperm(value.numel(), generator=generator)].view_as(value)
-                changed[name] = torch.where(places, other, value)
+            changed[name] = where_chosen(mask == 0, other, value)
         return changed
 
     def values(self, slot: Slot) -> Tensor:
@@ -119,10 +163,7 @@ class Inputs:
         return tensor if self.batched else tensor[None]
 
     def draw(self, generator: torch.Generator) -> Variation:
-        """A replacement for every position: another token id, or a vector moved by noise of its own scale.
-
-        Special tokens (padding, image placeholders) keep their ids where their vectors can be moved instead.
-        """
+        """Another token id, or noise of its own scale, for every position; special tokens move as vectors alone."""
         drawn: dict[str, Tensor] = {}
         noise: dict[int, Tensor] = {}
         for slot in self.slots:
@@ -139,15 +180,13 @@ class Inputs:
                 continue
             pool = self.pool.to(values)
             index = torch.randint(len(pool), values.shape, generator=generator).to(values.device)
-            fresh = torch.where(pool[index] == values, pool[(index + 1) % len(pool)], pool[index])
-            drawn[slot.name] = fresh if slot.entry is None else torch.where(torch.isin(values, pool), fresh, values)
+            other = torch.where(pool[index] == values, pool[(index + 1) % len(pool)], pool[index])
+            drawn[slot.name] = other if slot.entry is None else torch.where(torch.isin(values, pool), other, values)
         return Variation(drawn, noise)
 
     def changed(self, selected: Tensor, draw: Variation) -> Variation:
         """The call with the `selected` positions, bool [batch, n] over all slots, and other inputs from `draw`."""
-        named = {slot.name for slot in self.slots}
-        other = {name: value for name, value in draw.kwargs.items() if name not in named}
-        kwargs = {**self.kwargs, **{name: value.to(self.kwargs[name].dtype) for name, value in other.items()}}
+        kwargs = self.kwargs | {name: value.to(self.kwargs[name].dtype) for name, value in draw.kwargs.items()}
         noise: dict[int, Tensor] = {}
         for slot in self.slots:
             chosen = selected[:, slot.offset : slot.offset + slot.length]
@@ -155,9 +194,7 @@ class Inputs:
                 noise[slot.offset] = torch.where(chosen[:, :, None], draw.noise[slot.offset], 0.0)
             if slot.name is None:
                 continue
-            values = self.values(slot)
-            choose = chosen.to(values.device).reshape(chosen.shape + (1,) * (values.ndim - 2))
-            new = torch.where(choose, draw.kwargs[slot.name].to(values), values)
+            new = where_chosen(chosen, draw.kwargs[slot.name], self.values(slot))
             kwargs[slot.name] = new if self.batched else new[0]
         return Variation(kwargs, noise)
 
@@ -167,15 +204,16 @@ class Inputs:
         floating = {n: v for n, v in self.kwargs.items() if isinstance(v, Tensor) and v.is_floating_point()}
         return replace(self, kwargs=self.kwargs | {name: value.to(dtype) for name, value in floating.items()})
 
-    @property
-    def model(self) -> nn.Module:
-        return self.subject.model
-
     def without_cache(self) -> Inputs:
-        """The same call without making a cache, unless it asks for one itself."""
         if self.subject.takes_use_cache and "use_cache" not in self.kwargs:
             return replace(self, kwargs={**self.kwargs, "use_cache": False})
         return self
+
+
+def where_chosen(chosen: Tensor, new: Tensor, values: Tensor) -> Tensor:
+    """The `values` [batch, n, ...], new ones where `chosen`, bool [batch, n]."""
+    chosen = chosen.to(values.device).reshape(chosen.shape + (1,) * (values.ndim - 2))
+    return torch.where(chosen, new.to(values), values)
 
 
 def fresh(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,20 +268,15 @@ def read(subject: Subject, inputs: object) -> Inputs:
 def with_decoder_inputs(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
     """The call with the decoder's inputs that an encoder-decoder makes of its labels, if it is given no others."""
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    given = call.get("labels") is None or any(call.get(name) is not None for name in DECODER)
-    return (
-        dict(call) if given or not callable(shifted) else {**call, "decoder_input_ids": shifted(labels=call["labels"])}
-    )
+    if not callable(shifted) or call.get("labels") is None or any(call.get(name) is not None for name in DECODER):
+        return dict(call)
+    return {**call, "decoder_input_ids": shifted(labels=call["labels"])}
 
 
 def _slot_names(subject: Subject, kwargs: Mapping[str, Any]) -> list[str]:
-    encoder = [name for name in ENCODER if kwargs.get(name) is not None]
-    decoder = [name for name in DECODER if kwargs.get(name) is not None]
-    model = subject.model
-    both = getattr(subject.config, "is_encoder_decoder", False) and (
-        hasattr(model, "decoder") or hasattr(model, "get_decoder")
-    )
-    if both and not decoder and DECODER[0] in subject.parameters:
+    encoder, decoder = ([name for name in names if kwargs.get(name) is not None] for names in (ENCODER, DECODER))
+    halves = subject.encodes_and_decodes and any(hasattr(subject.model, name) for name in ("decoder", "get_decoder"))
+    if halves and not decoder and DECODER[0] in subject.parameters:
         raise ValueError("an encoder-decoder needs decoder_input_ids beside input_ids: the audit covers both")
     if len(encoder) > 1 or len(decoder) > 1:
         raise ValueError(f"pass either ids or embeddings, got {encoder + decoder}")
@@ -286,8 +319,8 @@ def _pool(subject: Subject, ids: Sequence[Tensor]) -> Tensor:
     """The ids that may replace others: no special tokens, which could change the mask."""
     table, config = subject.embedding, subject.text_config
     sizes = [None if table is None else table.num_embeddings, getattr(config, "vocab_size", None)]
-    size = min([size for size in sizes if isinstance(size, int) and size] or [0])
-    size = size or max(int(tensor.max()) for tensor in ids if tensor.numel()) + 1
+    known = [size for size in sizes if isinstance(size, int) and size]
+    size = min(known) if known else max(int(tensor.max()) for tensor in ids) + 1
     special = special_ids((subject.config, config), ("_token_id", "_token_index"))
     pool = torch.tensor([token for token in range(size) if token not in special], dtype=torch.int64)
     if len(pool) < 2:

@@ -79,12 +79,11 @@ def measure(
             parts = [_by_change(part, whole) for part in replayed(whole, call, generator)]
             layers.append(_of_samples(torch.stack(parts).any(0), whole))
         names = [f"measured layer {number}" for number in range(len(calls))]
-        flows = [
-            analyze([from_dense(layer[row], name) for layer, name in zip(layers, names, strict=True)])
-            for row in range(len(end_to_end))
-        ]
-        for row, flow in enumerate(flows):
-            outside = end_to_end[row] & ~flow.reachability()
+        flows: list[Flow] = []
+        for row, whole_row in enumerate(end_to_end):
+            flow = analyze([from_dense(layer[row], name) for layer, name in zip(layers, names, strict=True)])
+            flows.append(flow)
+            outside = whole_row & ~flow.reachability()
             if outside.any():
                 target, source = outside.nonzero()[0].tolist()
                 raise UnsupportedArchitecture(
@@ -128,10 +127,9 @@ class MeasuredOrder(Result):
             )
         longest = max(len(self.flows), len(other.flows))  # sequences may agree in one of them only
         new, old = (flows * (longest // len(flows)) for flows in (self.flows, other.flows))
-        parts = [one.difference(another) for one, another in zip(new, old, strict=True)]
-        return OrderDifference(
-            tuple(layer for part in parts for layer in part.layers), sum(part.compared for part in parts)
-        )
+        parts = [flow.difference(before) for flow, before in zip(new, old, strict=True)]
+        layers = tuple(layer for part in parts for layer in part.layers)
+        return OrderDifference(layers, sum(part.compared for part in parts))
 
     def require(self, model: str, parameters: int) -> None:
         """Raise `ValueError` unless the order was measured on this class of model with this many parameters."""
@@ -216,8 +214,8 @@ def _of_samples(relation: Tensor, inputs: Inputs) -> Tensor:
     slots = {slot.name for slot in inputs.slots}
     marks = [value for name, value in inputs.kwargs.items() if isinstance(value, Tensor) and name not in slots]
     marks = [mark for mark in marks if not mark.is_floating_point() and mark.ndim > 1 and len(mark) == inputs.batch]
-    ids = [inputs.values(slot) for slot in inputs.slots if slot.name is not None and len(inputs.pool)]
-    marks += [torch.isin(each, inputs.pool.to(each)) for each in ids if not each.is_floating_point()]
+    named = [inputs.values(slot) for slot in inputs.slots if slot.name is not None and len(inputs.pool)]
+    marks += [torch.isin(ids, inputs.pool.to(ids)) for ids in named if not ids.is_floating_point()]
     alike = all(bool((mark == mark[:1]).all()) for mark in marks)
     return relation.any(0, keepdim=True) if alike else relation
 

@@ -1,4 +1,4 @@
-"""Reads padding, documents and allowed pairs from the arguments of a call, for audits and lints."""
+"""Reads documents and allowed pairs from the arguments of a call, for audits and lints."""
 
 from __future__ import annotations
 
@@ -36,13 +36,7 @@ def read_packing(
     *,
     from_lowest: bool = False,
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """({argument: bool [batch, n], where a document begins, but for the first one}, why boundaries are not believed).
-
-    Boundaries, document numbers, a counting 2D mask and position ids that go back say it, the most explicit one first.
-
-    A document is a run of positions: a number that returns is another document. Of `positions` [axes, batch, n] the
-    first axis is time. With `from_lowest` a document starts at its sequence's lowest position, as masks of pairs need.
-    """
+    """({argument: bool [batch, n], where runs of positions begin but the first}, why boundaries are not believed)."""
     starts: dict[str, Tensor] = {}
     problems: list[str] = []
     total = real.numel()
@@ -55,7 +49,7 @@ def read_packing(
             few = f"{bounds[:6].tolist()}{' ...' if len(bounds) > 6 else ''}"
             problems.append(f"{name} must rise from 0 to {total}, the number of positions, got {few}")
             continue
-        starts[name] = _changes(torch.bucketize(torch.arange(total), bounds[1:], right=True).view_as(real), real)
+        starts[name] = _at_bounds(bounds[1:], real)
         most = arguments.get(f"max_length_{name[-1]}")
         if most is not None and int(most) < lengths.max():
             problems.append(f"max_length_{name[-1]} is {int(most)}, but {name} has a document of {int(lengths.max())}")
@@ -117,7 +111,7 @@ def _of_lengths(value: Any, real: Tensor) -> Tensor | None:
     """Where documents begin by their lengths, of the whole batch or row by row; None if they do not add up."""
     if isinstance(value, list | tuple) and value and all(isinstance(row, list | tuple | Tensor) for row in value):
         lengths = [part for row in value if (part := _integers(row, 1)) is not None]
-        if len(lengths) != len(value) or len(value) != len(real):
+        if not len(lengths) == len(value) == len(real):
             return None
     elif (whole := _integers(value, 2)) is not None:
         lengths = list(torch.atleast_2d(whole))
@@ -128,10 +122,7 @@ def _of_lengths(value: Any, real: Tensor) -> Tensor | None:
     if len(lengths) == 1 and len(real) > 1:
         if lengths[0].tolist() == tokens:
             return torch.zeros_like(real)  # of the rows, as their padding says, too
-        if sizes[0] != real.numel():
-            return None
-        ends = lengths[0].cumsum(0)
-        return _changes(torch.bucketize(torch.arange(real.numel()), ends, right=True).view_as(real), real)
+        return _at_bounds(lengths[0].cumsum(0), real) if sizes[0] == real.numel() else None
     if len(lengths) != len(real) or any(size not in (n, count) for size, count in zip(sizes, tokens, strict=True)):
         return None
     places = [torch.arange(n) if size == n else row.cumsum(0) - 1 for size, row in zip(sizes, real.long(), strict=True)]
@@ -141,8 +132,8 @@ def _of_lengths(value: Any, real: Tensor) -> Tensor | None:
 
 def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str]:
     """(pairs within a document by any argument, bool [1 or batch, n, n]; documents in words, "" for one)."""
-    mask, positions = of_slot(inputs, slot, "attention_mask"), of_slot(inputs, slot, "position_ids")
-    real = real_positions(inputs, slot).expand(inputs.batch, -1)
+    mask, positions = inputs.argument(slot, "attention_mask"), inputs.argument(slot, "position_ids")
+    real = inputs.real_in(slot).expand(inputs.batch, -1)
     begins, problems = read_packing(inputs.kwargs, real, mask, positions)
     if problems:
         raise ValueError(problems[0])
@@ -150,9 +141,8 @@ def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str]:
     if not starts:
         return torch.ones(1, slot.length, slot.length, dtype=torch.bool), ""
     numbers = torch.stack(starts).any(0).cumsum(-1)
-    rows = [
-        row[kept].unique_consecutive(return_counts=True)[1].tolist() for row, kept in zip(numbers, real, strict=True)
-    ]
+    runs = (row[kept].unique_consecutive(return_counts=True)[1] for row, kept in zip(numbers, real, strict=True))
+    rows = [lengths.tolist() for lengths in runs]
     words = f"up to {plural(max(map(len, rows)), 'packed document')} a sequence"
     if all(row == rows[0] for row in rows):
         sizes = " + ".join(map(str, rows[0][:12])) + (" + ..." if len(rows[0]) > 12 else "")
@@ -160,38 +150,8 @@ def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str]:
     return numbers[:, :, None] == numbers[:, None, :], words
 
 
-def real_positions(inputs: Inputs, slot: Slot) -> Tensor:
-    """Which positions of a slot are not padding, bool [batch, n]; [1, n] without padding."""
-    mask = of_slot(inputs, slot, "attention_mask")
-    return torch.ones(1, slot.length, dtype=torch.bool) if mask is None or mask.all() else mask != 0
-
-
-def unplaced_padding(inputs: Inputs) -> list[str]:
-    words: list[str] = []
-    for slot in inputs.slots:
-        name = _name_of(slot, "attention_mask")
-        mask = inputs.kwargs.get(name)
-        padded = isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask == 0).any())
-        if padded and of_slot(inputs, slot, "attention_mask") is None:
-            words.append(
-                f"the padding of {name}: its place among the {slot.length} positions of the layers is not known"
-            )
-        if slot.name is not None:
-            same = [name for name, mask in inputs.padding_beside().items() if mask.shape[1] == slot.length]
-            words += [f"the padding of {name}: it is as long as {slot.name}; pass another length" for name in same]
-    return words
-
-
-def all_real(inputs: Inputs) -> Tensor:
-    """Which positions of all slots are not padding, bool [batch, n]."""
-    return torch.cat([real_positions(inputs, slot).expand(inputs.batch, -1) for slot in inputs.slots], -1)
-
-
 def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
-    """The pairs that a mask allows in any head, bool [batch or 1, n, n]; None for a mask of positions.
-
-    It may be a `BlockMask`, 0 and 1 or bool, additive, or row intervals of `af.masks.batch`.
-    """
+    """The pairs that a mask of any form allows in any head, bool [batch or 1, n, n]; None for a mask of positions."""
     if isinstance(mask, BlockMask):
         mask = computed_pairs(mask)
     pairs = as_tensor(mask)
@@ -208,8 +168,7 @@ def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
 
 def integers(arguments: Mapping[str, Any], name: str, ranks: tuple[int, ...]) -> Tensor | None:
     """An argument as int64 on the CPU; None if it is missing."""
-    value = arguments.get(name)
-    if value is None:
+    if (value := arguments.get(name)) is None:
         return None
     try:
         tensor = as_tensor(value)
@@ -226,27 +185,9 @@ def as_tensor(value: object) -> Tensor:
     return (value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))).detach().cpu()
 
 
-def _name_of(slot: Slot, name: str) -> str:
-    return f"decoder_{name}" if (slot.name or "").startswith("decoder_") else name
-
-
-def of_slot(inputs: Inputs, slot: Slot, name: str) -> Tensor | None:
-    """An argument [.., batch, n] with a value for each position of the slot, else None.
-
-    Positions that the model adds to the tokens are real; only of a mask is it known what that means.
-    """
-    value = inputs.kwargs.get(_name_of(slot, name))
-    if value is None and slot.name is None and name == "attention_mask":  # of pixels or sounds
-        size = inputs.batch, slot.length
-        masks = (mask for key, mask in inputs.kwargs.items() if key.endswith("attention_mask"))
-        value = next((mask for mask in masks if isinstance(mask, Tensor) and mask.shape == size), None)
-    if not isinstance(value, Tensor) or value.ndim > (3 if name == "position_ids" else 2):
-        return None
-    rows = value.detach().cpu()[(None,) * (value.ndim == 1)]
-    if name == "attention_mask" and rows.shape[-1] == len(slot.places) != slot.length:
-        rows = rows.new_ones(*rows.shape[:-1], slot.length).index_copy_(-1, torch.tensor(slot.places), rows)
-    fits = rows.shape[-1] == slot.length and rows.shape[-2] in (1, inputs.batch)
-    return rows.expand(*rows.shape[:-2], inputs.batch, -1) if fits else None
+def _at_bounds(ends: Tensor, real: Tensor) -> Tensor:
+    """Where documents begin that run over all rows and end before the positions `ends`."""
+    return _changes(torch.bucketize(torch.arange(real.numel()), ends, right=True).view_as(real), real)
 
 
 def _changes(numbers: Tensor, real: Tensor) -> Tensor:

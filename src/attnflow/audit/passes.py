@@ -12,11 +12,10 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Inputs, Slot, Variation, fresh
-from attnflow.audit.packing import real_positions
 from attnflow.audit.rows import Frame, OutputLayout, arranged, canonical, layout_of, leaves, settled
 from attnflow.models.passes.evaluation import seed_all
 from attnflow.models.passes.watching import Arguments, Call, Watch
@@ -57,23 +56,14 @@ def put_back(event: Event, values: Tensor) -> None:
 
 
 class Tracer:
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Mapping[str, int],
-        frame: Frame,
-        visit: Callable[[Event], None],
-        watch: Watched,
-        layouts: dict[str, OutputLayout],
-    ) -> None:
-        self.model = model
-        self.layers = layers  # {path: index} of those of the stacks whose positions are audited
-        self.frame = frame  # set anew for every step of a cached run
+    def __init__(self, runner: Runner, visit: Callable[[Event], None]) -> None:
+        self.runner = runner
+        self.layers = runner.layer_names
+        self.frame = runner.frame  # set anew for every step of a cached run
         self.visit = visit
-        self.skipped: dict[str, str] = {}  # {module: reason} of those that could not be watched
-        self.layouts = layouts  # {path in the model's own output: layout}, of the first pass
         self._inside: dict[int, Tensor] = {}  # {offset: the last output of a module inside, with all its positions}
-        watched = {n: m for n, m in model.named_modules() if watch == "modules" or n in layers or not n}
+        modules = runner.model.named_modules()
+        watched = {n: m for n, m in modules if runner.watch == "modules" or n in self.layers or not n}
         self.watch = Watch(watched, self._enter, self._leave)
         self.begin(0)
 
@@ -107,33 +97,35 @@ class Tracer:
         for leaf, tensor in leaves(root):
             rows = canonical(tensor, self.frame, call.name in self.layers or not call.name, layer is not None)
             if isinstance(rows, str):
-                self.skipped[call.name] = rows
+                self.runner.skipped[call.name] = rows
             elif rows is not None:
                 key = Key(self.step, call.name, call.number, side, leaf)
-                label = own_name(blame) or type(self.model).__name__
+                label = own_name(blame) or self.runner.inputs.subject.kind
                 if side == "out":
                     self._inside[rows[1]] = rows[0]
                 self.visit(Event(key, label, layer, self.depth, rows[1], rows[0], tensor))
 
     def _receive(self, call: Call, root: object) -> None:
+        layouts = self.runner.layouts
+
         def unknown(path: str, value: object) -> None:
             # A cache of keys and values or states is audited on its own, by decoding.
             if "cache" not in type(value).__name__.lower() and not hasattr(value, "get_seq_length"):
-                one = isinstance(value, int | float) and not path.rpartition(".")[2].isdigit()  # not of a list
+                single = isinstance(value, int | float) and not path.rpartition(".")[2].isdigit()  # not of a list
                 why = f"is a {type(value).__name__}, which is not looked into"
-                self.layouts[path] = OutputLayout("unknown", why=why, sure=one)
+                layouts[path] = OutputLayout("unknown", why=why, sure=single)
 
         for path, tensor in leaves(root, unknown):
             if tensor.is_meta:
                 why = "is on the meta device, which holds no numbers"
-                self.layouts[path] = OutputLayout("unknown", shape=tuple(tensor.shape), why=why, sure=False)
+                layouts[path] = OutputLayout("unknown", shape=tuple(tensor.shape), why=why, sure=False)
                 continue
-            layout = self.layouts.get(path) or layout_of(tensor, self.frame, self._inside)
+            layout = layouts.get(path) or layout_of(tensor, self.frame, self._inside)
             if layout.form != "unknown" and layout.shape != tuple(tensor.shape):
                 layout = layout._replace(form="unknown", why="has another shape after inputs change")
-            self.layouts[path] = layout
+            layouts[path] = layout
             key = Key(self.step, call.name, call.number, "out", path)
-            rows, name = arranged(tensor, layout, self.frame), type(self.model).__name__
+            rows, name = arranged(tensor, layout, self.frame), self.runner.inputs.subject.kind
             name = name if layout.aligned else f"{name}{path}"
             self.visit(Event(key, name, None, self.depth, layout.offset, rows, tensor, not layout.aligned))
 
@@ -150,44 +142,33 @@ class Runner:
         self.seed = seed
         self.passes = 0  # so far; a cached run counts each step
         self.layer_calls = 0  # of the last pass
-        self.skipped: dict[str, str] = {}
-        self.layouts: dict[str, OutputLayout] = {}  # of the tensors that the caller receives, by path
+        self.skipped: dict[str, str] = {}  # {module: reason} of those that could not be watched
+        self.layouts: dict[str, OutputLayout] = {}  # {path in the model's own output: layout}, of the first pass
         self.layer_names = {name: index for name, index in inputs.subject.layers.items() if name in inputs.layers}
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        inner = () if isinstance(model, Function) else model.parameters()  # nothing inside a function is watched
-        self._widths = frozenset(size for parameter in inner for size in parameter.shape[:2])
+        self.frame = frame_of(inputs)
 
     def run(self, call: Variation, visit: Callable[[Event], None]) -> None:
         seed_all(self.seed)
         with moved(self.inputs, call.noise, lambda: tracer.frame.segments):
-            kept = call.kwargs.get("logits_to_keep")
-            kept = kept if isinstance(kept, int) and not isinstance(kept, bool) else 0
-            passed = {value.shape[1] for value in call.kwargs.values() if isinstance(value, Tensor) and value.ndim == 2}
-            beside = frozenset(map(len, self.inputs.beside(call.kwargs).values()))
-            frame = replace(frame_of(self.inputs), widths=self._widths, kept=kept, passed=tuple(passed), beside=beside)
-            tracer = Tracer(self.model, self.layer_names, frame, visit, self.watch, self.layouts)  # sees what moved
+            tracer = Tracer(self, visit)  # sees what moved
             with tracer.watch:
                 self.feed(tracer, call.kwargs)
         self.layer_calls = tracer.depth
-        self.skipped |= tracer.skipped
 
     def feed(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
-        """Call the model with everything at once."""
         self.model(**fresh(kwargs))
         self.passes += 1
 
     def is_end(self, key: Key) -> bool:
-        """Whether a tensor belongs to a layer or to the whole model, not to a module inside a layer."""
         return not key.module or key.module in self.layer_names
 
     def record(self, call: Variation) -> Recording:
-        """Run one pass and keep all its events; tensors that are changed in place later are copied."""
         with torch.no_grad():
             events, intact = self.distinct(call)
             return events if intact else self.distinct(call, copy=True)[0]
 
     def arranged(self, base: Recording) -> Recording:
-        """The base pass with unsure layouts settled, by changing sequence 0 alone."""
         unsure = {path: layout for path, layout in self.layouts.items() if not (layout.sure or layout.why)}
         if not unsure:
             return base
@@ -197,7 +178,7 @@ class Runner:
         for path, layout in unsure.items():
             key = Key(0, "", 0, "out", path)
             if key in base and key in moved:
-                self.layouts[path] = settled(layout, base[key].raw, moved[key].raw, frame_of(self.inputs))
+                self.layouts[path] = settled(layout, base[key].raw, moved[key].raw, self.frame)
         return self.record(self.inputs.base)
 
     def distinct(self, call: Variation, copy: bool = False) -> tuple[Recording, bool]:
@@ -222,8 +203,18 @@ class Runner:
 
 
 def frame_of(inputs: Inputs) -> Frame:
-    streams = any(slot.entry is not None and slot.entry.axis > 0 for slot in inputs.slots)
-    return Frame(inputs.batch, inputs.batched, {slot.length: slot.offset for slot in inputs.slots}, streams)
+    kept, tensors = inputs.kwargs.get("logits_to_keep"), [v for v in inputs.kwargs.values() if isinstance(v, Tensor)]
+    inner = () if isinstance(inputs.model, Function) else inputs.model.parameters()  # nothing inside it is watched
+    return Frame(
+        inputs.batch,
+        inputs.batched,
+        segments={slot.length: slot.offset for slot in inputs.slots},
+        streams=any(slot.entry is not None and slot.entry.axis > 0 for slot in inputs.slots),
+        passed=tuple({tensor.shape[1] for tensor in tensors if tensor.ndim == 2}),
+        kept=kept if type(kept) is int else 0,
+        widths=frozenset(size for parameter in inner for size in parameter.shape[:2]),
+        beside=frozenset(map(len, inputs.beside.values())),
+    )
 
 
 @contextmanager
@@ -262,7 +253,7 @@ def moved(inputs: Inputs, noise: Mapping[int, Tensor], segments: Callable[[], Ma
         for slot in inputs.slots:
             if slot.offset not in noise or slot.entry is None:
                 continue
-            layer, real = inputs.model.get_submodule(slot.entry.layer), real_positions(inputs, slot)
+            layer, real = inputs.model.get_submodule(slot.entry.layer), inputs.real_in(slot)
             watches.enter_context(Watch({slot.entry.layer: layer}, partial(enter, slot)))
             if table is not None and not real.all():  # padding keeps its token, but what embeds it may mix positions
                 watches.enter_context(Watch({"table": table}, leave=partial(embedded, slot, real)))
@@ -276,14 +267,9 @@ def entering(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
 
 def refuse_nan(inputs: Inputs, module: str, offset: int, values: Tensor) -> None:
     """Refuse NaN, which hides changes, in an output from position `offset` on; padding may hold it."""
-    if not values.is_floating_point() or not values.isnan().any():
-        return
     bad = values.isnan().any(-1).cpu()
-    for slot in inputs.slots:
-        if slot.offset <= offset < slot.offset + slot.length:
-            bad = bad & real_positions(inputs, slot)[:, offset - slot.offset : offset - slot.offset + bad.shape[1]]
-    if bad.any():
-        row, column = (int(index) for index in torch.nonzero(bad)[0])
+    if bad.any() and (bad := bad & inputs.real[:, offset : offset + bad.shape[1]]).any():
+        row, column = bad.nonzero()[0].tolist()
         raise ValueError(
             f"{module or 'the model'} gives NaN at position {column + offset} (sequence {row}), which hides what "
             "moves it: repair the weights or the inputs first, or audit in a wider precision (dtype=)"

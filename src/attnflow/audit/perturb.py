@@ -5,27 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.audit import rounding
 from attnflow.audit.fields import Fields
 from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Variation
-from attnflow.audit.packing import all_real
 from attnflow.audit.passes import Event, Key, Recording, Runner, put_back, refuse_nan
 from attnflow.audit.report import Kind, Violation
-from attnflow.audit.rounding import (
-    computed_otherwise,
-    other_precision,
-    recurs,
-    rounding_bound,
-    row_change,
-    scale_of,
-    unit,
-)
+from attnflow.audit.rows import as_numbers
 from attnflow.models.passes.evaluation import REFUSALS, precision
 from attnflow.models.subject import Subject
 
@@ -51,13 +44,7 @@ class Hit:
 
 
 class Prober:
-    """Perturbs the inputs of one runner and compares every event with the unperturbed pass.
-
-    Where two runs on the same inputs agree exactly, so must all that the order keeps. Any change is looked at in a
-    second precision (`recurs`), since rounding in a mixture of experts moves rows, too. A change that float64 does not
-    show is rounding only if a module makes it small from clean inputs, and computes there what float64 computes: a
-    kernel may have another code path for float64 (`_unconfirmed`).
-    """
+    """Perturbs the inputs of one runner; what moves against the order is looked at in a second precision (`recurs`)."""
 
     def __init__(self, runner: Runner, fields: Fields, seed: int, base: Recording | None = None) -> None:
         self.runner = runner
@@ -66,7 +53,6 @@ class Prober:
         self.rounding = 0.0  # largest change that was found to be rounding
         self.dirty: set[str] = set()  # modules with an output that moved against the order
         self.stateful: Moved | None = None  # first event that differs because of the runs in between
-        self._pads = ~all_real(runner.inputs)
         self.moved: set[str] = set()  # outputs of the model without positions that moved at all
         self.base = runner.arranged(runner.record(runner.inputs.base) if base is None else base)
         for event in self.base.values():
@@ -74,7 +60,8 @@ class Prober:
                 refuse_nan(runner.inputs, event.key.module, event.offset, event.values)
         self.layered = runner.layer_calls > 0
         self._noise: dict[Key, float] = {}
-        self._unit = max((unit(event.values) for event in self.base.values()), default=0.0)
+        self._every = torch.ones(runner.inputs.batch, runner.inputs.size, dtype=torch.bool)
+        self._unit = max((rounding.unit(event.values) for event in self.base.values()), default=0.0)
         self._other: Recording | None = None
         self._apart: set[Key] | None = None  # tensors that float64 computes otherwise from the same inputs
         self._other_fails = False
@@ -85,11 +72,11 @@ class Prober:
 
     def settle(self) -> None:
         """Repeat the base pass after itself, which shows noise, and after a perturbed one, which shows state."""
-        inputs, every = self.runner.inputs, self._every(True)
-        first = self._moves(self.runner, inputs.base, lambda _: every)
+        inputs = self.runner.inputs
+        first = self._moves(inputs.base)
         if first:
             self.base = self.runner.record(inputs.base)
-            again = self._moves(self.runner, inputs.base, lambda _: every)
+            again = self._moves(inputs.base)
             beyond = isinstance(self.runner.model, Function) and any(_size(moved)[1] for moved in (*first, *again))
             if not again or beyond:  # of a function all generators are seeded anew: a large difference is no noise
                 self.stateful = first[0]
@@ -97,38 +84,34 @@ class Prober:
             for moved in (*first, *again):
                 key = moved.event.key
                 self._noise[key] = max(self._noise.get(key, 0.0), float(moved.change.max()))
-        self._moves(self.runner, inputs.changed(every, inputs.draw(self.generator)), lambda _: ~every)
-        self.stateful = next(iter(self._moves(self.runner, inputs.base, lambda _: every)), None)
-        if self.stateful is None and isinstance(self.runner.model, Function):
-            self.stateful = self._in_another_order(self.runner.model.twin)
+        self.stateful = next(iter(self._after_others(self.runner)), None)
+        model = self.runner.model
+        if self.stateful is None and isinstance(model, Function) and model.twin is not None:
+            # A copy that is called with changed inputs first shows what a first call leaves behind.
+            twin = Runner(replace(inputs, subject=Subject(model.twin)), "layers", self.runner.seed)
+            twin.layouts = self.runner.layouts
+            self.stateful = next((moved for moved in self._after_others(twin) if _size(moved)[0].any()), None)
 
-    def _in_another_order(self, twin: Function | None) -> Moved | None:
-        """The first difference of a copy that is called with changed inputs first: what a first call leaves behind."""
-        if twin is None:
-            return None
-        inputs, every = self.runner.inputs, self._every(True)
-        other = Runner(replace(inputs, subject=Subject(twin)), "layers", self.runner.seed)
-        other.layouts = self.runner.layouts
-        self._moves(other, inputs.changed(every, inputs.draw(self.generator)), lambda _: ~every)
-        later = self._moves(other, inputs.base, lambda _: every)
-        return next((moved for moved in later if _size(moved)[0].any()), None)
+    def _after_others(self, runner: Runner) -> list[Moved]:
+        """What differs in a pass on the same inputs that follows one on other inputs."""
+        inputs = self.runner.inputs
+        self._moves(inputs.changed(self._every, inputs.draw(self.generator)), lambda _: ~self._every, runner)
+        return self._moves(inputs.base, runner=runner)
 
     def probe(self, selected: Tensor, rows: Sequence[int] | None = None) -> Hit | None:
         """Change the `selected` positions; the first event that moves against the order, in all or these `rows`."""
         drawn = self.runner.inputs.draw(self.generator)
-        clean: dict[int, Tensor] = {}
+        kept = self._every if rows is None else torch.zeros_like(self._every).index_fill(0, torch.tensor(rows), True)
+
+        @cache
+        def clean(depth: int) -> Tensor:
+            return self.fields.clean(depth, selected) & kept
 
         def watched(event: Event) -> Tensor:
-            depth = max(event.depth, 1) if self.layered else -1
-            if depth not in clean:
-                clean[depth] = self.fields.clean(depth, selected)
-                if rows is not None:
-                    others = torch.ones(len(selected), dtype=torch.bool).index_fill(0, torch.tensor(list(rows)), False)
-                    clean[depth][others] = False
-            return clean[depth]
+            return clean(max(event.depth, 1) if self.layered else -1)
 
         call = self.runner.inputs.changed(selected, drawn)
-        moves = self._consequential(self._moves(self.runner, call, watched))
+        moves = self._consequential(self._moves(call, watched))
         real = self._real(moves, selected, drawn, watched) if moves else []
         carried = moves if real and real[0].confirmed is False else real
         self.dirty |= {moved.event.key.module for moved in carried if moved.event.key.side == "out"}
@@ -150,11 +133,7 @@ class Prober:
         return {path: rows.nonzero()[:, 0].tolist() for path, rows in still.items() if rows.any()}
 
     def violation(self, hit: Hit) -> Violation:
-        """Narrow a hit down to one source, in about log2(size of the changed set) passes.
-
-        The changed positions are ranked by the declared order. The source is the last one needed to move the target,
-        since a leaked state may also depend on forbidden inputs below it.
-        """
+        """Halve a hit, ranked by the order, to the last source needed: a leaked state may depend on inputs below it."""
         event, (row, target) = hit.moved.event, hit.moved.largest()
         ranked = self.fields.ranked([(b, j) for b, j in hit.selected.nonzero().tolist()], row)
         # the least change that counts while the changed set is halved
@@ -168,37 +147,31 @@ class Prober:
         source_row, source = ranked[low]
         call, change, before, now = self._rows(ranked[low:], hit, row, target)
         kind: Kind = "order" if source_row == row else "batch"
-        tokens, values = (self._ids(self.runner.inputs.base, source_row), self._ids(call, source_row)), (before, now)
-        if before.numel() > 1 or not tokens[0]:
-            tokens, values = (), ()
         place = kind, event.layer, event.blame, source, target, change, source_row, row, self.runner.path
-        return Violation(
-            *place,
-            hit.moved.confirmed,
-            tokens=tokens,
-            values=tuple(float(value) for value in values),
-        )
+        tokens = self._ids(self.runner.inputs.base, source_row), self._ids(call, source_row)
+        if before.numel() > 1 or not tokens[0]:
+            return Violation(*place, hit.moved.confirmed)
+        return Violation(*place, hit.moved.confirmed, tokens, (float(before), float(now)))
 
     def padding_read(self) -> list[Violation]:
-        found: list[Violation] = []
-        inputs, none, watched = self.runner.inputs, self._every(False), self._every(True)
+        violations: list[Violation] = []
+        inputs, none, watched = self.runner.inputs, ~self._every, self._every.clone()
         for slot in inputs.slots:  # what stands beside the tokens may be of the other input itself
             beside = set(range(slot.length)) - set(slot.places or range(slot.length))
             watched[:, [slot.offset + place for place in beside]] = False
         for name, changed in inputs.hidden(self.generator).items():
             drawn = inputs.draw(self.generator)
             drawn = Variation({**drawn.kwargs, name: changed}, drawn.noise)
-            moves = self._moves(self.runner, inputs.changed(none, drawn), lambda _: watched)
+            moves = self._moves(inputs.changed(none, drawn), lambda _: watched)
             moves = [moved for moved in moves if moved.event.raw.shape[1:2] != changed.shape[1:2]]  # its own
             real = self._real(self._consequential(moves), none, drawn, lambda _: watched) if moves else []
             for moved in real[:1]:
                 event, (row, target) = moved.event, moved.largest()
                 place = "padding", event.layer, event.blame, None, target, float(moved.change.max()), None, row
-                found.append(Violation(*place, self.runner.path, moved.confirmed, why=f"padding of {name}"))
-        return found
+                violations.append(Violation(*place, self.runner.path, moved.confirmed, why=f"padding of {name}"))
+        return violations
 
     def _ids(self, call: Variation, row: int) -> tuple[int, ...]:
-        """The token ids of one sequence of a call; none of vectors."""
         name = self.runner.inputs.slots[0].name
         ids: Any = None if name is None or len(self.runner.inputs.slots) > 1 else call.kwargs[name]
         return () if ids is None or ids.is_floating_point() else tuple(torch.atleast_2d(ids)[row].tolist())
@@ -209,27 +182,25 @@ class Prober:
         change = float(self.stateful.change.max())
         return Violation("state", event.layer, event.blame, None, target, change, None, row, self.runner.path)
 
-    def _every(self, value: bool) -> Tensor:
-        return torch.full((self.runner.inputs.batch, self.runner.inputs.size), value)
-
     def _moves(
-        self, runner: Runner, call: Variation, watched: Callable[[Event], Tensor], alone: bool = False
+        self,
+        call: Variation,
+        watched: Callable[[Event], Tensor] | None = None,
+        runner: Runner | None = None,
+        alone: bool = False,
     ) -> list[Moved]:
-        """What differs from the unperturbed pass in one call, of the `watched` positions.
-
-        With `alone` every module gets these rows as in the unperturbed pass, so that a change is of its own making.
-        """
+        """What differs in one call; if `alone`, every module gets these rows as before, so that a change is its own."""
         moves: list[Moved] = []
 
         def visit(event: Event) -> None:
             count = len(moves)
-            self._compare(event, watched(event), moves)
+            self._compare(event, self._every if watched is None else watched(event), moves)
             if alone and len(moves) > count:
                 rows = (moves[-1].change > 0)[:, :, None].to(event.values.device)
                 put_back(event, torch.where(rows, self.base[event.key].values, event.values))
 
         with torch.no_grad():
-            runner.run(call, visit)
+            (runner or self.runner).run(call, visit)
         return moves
 
     def _compare(self, event: Event, watched: Tensor, moves: list[Moved]) -> None:
@@ -241,7 +212,7 @@ class Prober:
         if event.pooled:
             layout = self.runner.layouts[event.key.leaf]
             if layout.pools or layout.pooled:  # else rows may be pads
-                watched = watched | self._pads
+                watched = watched | ~self.runner.inputs.real
             watched = watched.all(1, keepdim=True)
         else:
             watched = watched[:, event.offset : event.offset + event.values.shape[1]]
@@ -250,7 +221,7 @@ class Prober:
         rows = watched.to(event.values.device)
         if torch.equal(event.values[rows], before.values[rows]):
             return
-        change = row_change(event.values, before.values)
+        change = rounding.row_change(event.values, before.values)
         change = torch.where(watched & (change > _NOISE * self._noise.get(event.key, 0.0)), change, 0.0)
         if change.any():
             moves.append(Moved(before, change))
@@ -260,7 +231,7 @@ class Prober:
         ends = {key for key in self.base if self.runner.is_end(key)}
         if not ends:
             return moves
-        reached = self._every(False)
+        reached = ~self._every
         for moved in moves:
             if moved.event.key in ends:
                 reached[:, moved.event.offset : moved.event.offset + moved.change.shape[1]] |= moved.change > 0
@@ -268,14 +239,13 @@ class Prober:
         for moved in moves:
             rows = reached[:, moved.event.offset : moved.event.offset + moved.change.shape[1]]
             rows = rows.any(0, keepdim=True) if len(moved.change) < len(rows) else rows
-            there.append(replace(moved, change=torch.where(rows, moved.change, 0.0)))
+            there.append(_within(moved, rows))
         return [moved for moved in there if moved.change.any()]
 
     def _real(
         self, moves: list[Moved], selected: Tensor, drawn: Variation, watched: Callable[[Event], Tensor]
     ) -> list[Moved]:
-        """The moves that are not rounding, in order of execution."""
-        other, function = other_precision(self.runner.dtype), isinstance(self.runner.model, Function)
+        other, function = rounding.other_precision(self.runner.dtype), isinstance(self.runner.model, Function)
         if self._other_fails:
             return self._by_size(moves) if function else moves
         inputs = self.runner.inputs.in_precision(other)
@@ -297,10 +267,10 @@ class Prober:
             if before is None or after is None or before.values.shape != after.values.shape:
                 real.append(moved)
                 continue
-            if not bool(before.values.isfinite().all()) and bool(moved.event.values.isfinite().all()):
+            if not before.values.isfinite().all() and moved.event.values.isfinite().all():
                 real.append(moved)  # a model whose masks overflow in the other precision: nothing is told by NaN
                 continue
-            leak = recurs(moved.change, moved.event.values, before.values, after.values, self.runner.dtype)
+            leak = rounding.recurs(moved.change, moved.event.values, before.values, after.values, self.runner.dtype)
             parts = (torch.where(leak, moved.change, 0.0), True), (torch.where(leak, 0.0, moved.change), None)
             for part, (change, confirmed) in zip((real, left), parts, strict=True):
                 part += [Moved(moved.event, change, confirmed)] if change.any() else []
@@ -315,20 +285,12 @@ class Prober:
     def _unconfirmed(
         self, left: list[Moved], selected: Tensor, drawn: Variation, watched: Callable[[Event], Tensor]
     ) -> list[Moved]:
-        """Of the moves that float64 does not show, those that are no rounding either.
-
-        Rounding makes a small change, and more of it only where a choice turns on it (a router): so each module is
-        looked at alone. A small change is doubted where the module computes something else in float64.
-        """
+        """Of the moves that float64 lacks, those too large for one module, or of one that computes otherwise there."""
         large = [moved for moved in left if (moved.change > self._bound(moved.event)).any()]
         if large and not isinstance(self.runner.model, Function):
-            alone = self._moves(self.runner, self.runner.inputs.changed(selected, drawn), watched, alone=True)
-            changes = {moved.event.key: moved.change for moved in alone}
-            large = [
-                Moved(moved.event, torch.where(changes[moved.event.key] > self._bound(moved.event), moved.change, 0.0))
-                for moved in left
-                if moved.event.key in changes
-            ]
+            alone = self._moves(self.runner.inputs.changed(selected, drawn), watched, alone=True)
+            beyond = {moved.event.key: moved.change > self._bound(moved.event) for moved in alone}
+            large = [_within(moved, beyond[moved.event.key]) for moved in left if moved.event.key in beyond]
             large = [moved for moved in large if moved.change.any()]
         if large or isinstance(self.runner.model, Function):
             return [replace(moved, confirmed=False) for moved in large]
@@ -343,22 +305,22 @@ class Prober:
         def visit(event: Event) -> None:
             before = self.base.get(event.key)
             if before is not None and before.values.shape == event.values.shape and not event.pooled:
-                apart.update([event.key] * computed_otherwise(event.values, before.values, self._unit))
+                apart.update([event.key] * rounding.computed_otherwise(event.values, before.values, self._unit))
                 put_back(event, before.values)
 
-        other = other_precision(self.runner.dtype)
+        other = rounding.other_precision(self.runner.dtype)
         with torch.no_grad(), precision(self.runner.model, other):
             self.runner.run(self.runner.inputs.in_precision(other).base, visit)
         return apart
 
     def _bound(self, event: Event) -> float:
-        return rounding_bound(event.values, self._unit)
+        return rounding.rounding_bound(event.values, self._unit)
 
     def _by_size(self, moves: list[Moved]) -> list[Moved]:
         """The moves that exceed rounding, confirmed if one does by far: where nothing runs in another precision."""
         for moved in moves:
             self.rounding = max(self.rounding, float(torch.where(_size(moved)[0], 0.0, moved.change).max()))
-        real = [replace(moved, change=torch.where(_size(moved)[0], moved.change, 0.0)) for moved in moves]
+        real = [_within(moved, _size(moved)[0]) for moved in moves]
         real = [moved for moved in real if moved.change.any()]
         confirmed = any(_size(moved)[1] for moved in real) or None
         return self._consequential([replace(moved, confirmed=confirmed) for moved in real])
@@ -376,9 +338,47 @@ class Prober:
         place = row, target - self.base[key].offset
         before = self.base[key].values[place]
         now = after[key].values[place] if key in after else before
-        return call, float(row_change(now[None, None], before[None, None])), before, now
+        return call, float(rounding.row_change(now[None, None], before[None, None])), before, now
+
+
+def _within(moved: Moved, rows: Tensor) -> Moved:
+    return replace(moved, change=torch.where(rows, moved.change, 0.0))
 
 
 def _size(moved: Moved) -> tuple[Tensor, bool]:
     values, eps = moved.event.values, torch.finfo(moved.event.values.dtype).eps
-    return moved.change > rounding_bound(values, eps), float(moved.change.max()) > math.sqrt(eps) * scale_of(values)
+    far = math.sqrt(eps) * rounding.scale_of(values)
+    return moved.change > rounding.rounding_bound(values, eps), float(moved.change.max()) > far
+
+
+def rows_beside(runner: Runner, name: str) -> list[Violation]:
+    """The first output whose other rows, on either of its first axes, move with row 0 of another tower's input."""
+    count, dtype = len(runner.inputs.kwargs[name]), runner.dtype
+    value = runner.inputs.kwargs[name].clone()
+    value[0] = value[0].flip(-1) + (value.std() if value.is_floating_point() else 0)
+    calls = runner.inputs, replace(runner.inputs, kwargs={**runner.inputs.kwargs, name: value})
+    recordings = [runner.record(call.base) for call in calls]
+    other, confirmed = rounding.other_precision(dtype), True
+    try:
+        with precision(runner.model, other):
+            recordings += [runner.record(call.in_precision(other).base) for call in calls]
+    except REFUSALS:  # what moved stands, unconfirmed
+        recordings, confirmed = recordings[:2] * 2, None
+    for key in recordings[0]:
+        if key.module or any(key not in recording for recording in recordings):
+            continue
+        tensors = [as_numbers(recording[key].raw) for recording in recordings]
+        if not tensors[0].ndim or len({tensor.shape for tensor in tensors}) > 1:
+            continue
+        turned = [tensor.transpose(0, 1) for tensor in tensors if tensor.ndim > 1]  # columns, or stacked layers
+        changes: list[Tensor] = []
+        for reading in (tensors, turned) if turned else (tensors,):
+            before, after, *others = (tensor.flatten(1)[:, None] for tensor in reading)
+            change = rounding.row_change(after, before)[:, 0]
+            leak = rounding.recurs(change[:, None], before, others[0], others[1], dtype)[:, 0]
+            changes += [torch.where(leak, change, 0.0)[1:]] if len(change) == count else []
+        if changes and all(change.any() for change in changes):
+            change, label = changes[0], f"{type(runner.model).__name__}{key.leaf}"
+            place = "batch", None, label, None, 0, float(change.max()), 0, 1 + int(change.argmax())
+            return [Violation(*place, confirmed=confirmed, why=f"row 0 of {name}")]
+    return []

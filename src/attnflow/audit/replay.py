@@ -17,7 +17,6 @@ from attnflow.audit.declared import pairs_passed
 from attnflow.audit.fields import Relation
 from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Inputs, fresh
-from attnflow.audit.packing import real_positions
 from attnflow.audit.passes import frame_of
 from attnflow.audit.report import Violation, few
 from attnflow.audit.rounding import row_change
@@ -89,13 +88,11 @@ def replayed(inputs: Inputs, call: Call, generator: torch.Generator) -> list[Rep
 
 
 def _rows(tensor: Tensor, frame: Frame) -> tuple[Tensor, int] | None:
-    """(a view [batch, positions, width], the joint position of its first row)."""
     view = canonical(tensor, frame, layered=True)
     return view if isinstance(view, tuple) else None
 
 
 def _isolated(value: Any, dtype: torch.dtype | None, written: int) -> Any:
-    """An argument for one replay: tensors in `dtype`, caches copied, without what the recorded call has written."""
     if isinstance(value, Tensor):
         return value.to(dtype) if dtype is not None and value.is_floating_point() else value
     if isinstance(value, tuple | list):
@@ -109,12 +106,7 @@ def _isolated(value: Any, dtype: torch.dtype | None, written: int) -> Any:
 
 
 def missing_pairs(seen: CallSurvey, relation: Relation, seed: int, thorough: bool) -> tuple[list[Violation], list[str]]:
-    """Allowed pairs (target, source) of attention layers whose source never moves the target: one violation per layer.
-
-    Each layer call is replayed alone in float64; a change counts from one unit in the last place. `thorough` tries all
-    positions and three samples, otherwise a few and one, with the first violation as a note. A note also says where a
-    replay failed.
-    """
+    """Allowed pairs whose source never moves the target of a layer replayed in float64; notes, also on what failed."""
     violations: list[Violation] = []
     notes: list[str] = []
     inputs = seen.inputs.without_cache()
@@ -127,12 +119,8 @@ def missing_pairs(seen: CallSurvey, relation: Relation, seed: int, thorough: boo
             where = f" of {call.name}"
             allow = relation.layers[0 if relation.repeat else number].expand(inputs.batch, -1, -1)
             lacking = _lacking(replayed(inputs, layer, generator)[0], allow, thorough)
-            for slot in inputs.slots:
-                real, rows = real_positions(inputs, slot), slice(slot.offset, slot.offset + slot.length)
-                lacking[:, rows] &= real[:, :, None]
-                lacking[:, :, rows] &= real[:, None, :]
-            if lacking.any():
-                row, target, source = lacking.nonzero()[0].tolist()
+            lacking = lacking & inputs.real[:, :, None] & inputs.real[:, None, :]
+            for row, target, source in lacking.nonzero()[:1].tolist():
                 pair = Violation("missing", call.index, call.name, source, target, 0.0, row, row, confirmed=True)
                 violations.append(pair)
     except (*REFUSALS, UnsupportedArchitecture) as error:  # layers that do not run alone, or not in float64
@@ -147,10 +135,7 @@ def missing_pairs(seen: CallSurvey, relation: Relation, seed: int, thorough: boo
 
 
 def asked_and_done(seen: CallSurvey, disputed: Sequence[tuple[Violation, bool]], seed: int) -> list[Violation]:
-    """The disputed masks whose layer does what was asked for: a layer may narrow its mask itself, as GPT-Neo's do.
-
-    A layer is replayed alone with the source moved; where that fails, the finding stays, unconfirmed.
-    """
+    """The disputed masks that a layer, replayed, really follows: it may narrow its mask itself, as GPT-Neo does."""
     kept: list[Violation] = []
     inputs, generator = seen.inputs.without_cache(), torch.Generator().manual_seed(seed)
     calls = layer_calls(inputs) if disputed else []
@@ -196,7 +181,6 @@ def holds_attention(inputs: Inputs, call: LayerCall) -> bool:
 
 
 def remarks(seen: CallSurvey, order: object) -> list[str]:
-    """What the survey showed that a reader must know: arguments without effect, layers without a mask."""
     notes = [
         f"{name} reaches no layer of {seen.inputs.subject.kind}: it is not used as it was passed"
         for name in seen.unused
@@ -209,16 +193,12 @@ def remarks(seen: CallSurvey, order: object) -> list[str]:
             "order='mask' audits against its pairs"
         )
     if isinstance(model, Function):
-        notes += [f"{name} has {each} numbers, and the last never moves: number i is read as the score of token i + 1"
-                  for name in sorted(model.ahead) for each in model.size[-1:]]  # fmt: skip
+        words = f"has {model.size[-1]} numbers, and the last never moves: number i is read as the score of token i + 1"
+        notes += [f"{name} {words}" for name in sorted(model.ahead)]
         if model.twin is None:
             notes.append("what the first call leaves behind was not looked for: the function cannot be copied")
-    asked = [call for call in seen.calls if call.asked is not None or call.masked]
-    bare = [
-        call.name
-        for call in seen.calls
-        if call.asked is None and not call.masked and holds_attention(seen.inputs, call)
-    ]
-    if asked and bare:
+    unmasked = [call for call in seen.calls if call.asked is None and not call.masked]
+    bare = [call.name for call in unmasked if holds_attention(seen.inputs, call)]
+    if bare and len(unmasked) < len(seen.calls):
         notes.append(f"{few(bare)}: attention without the mask that other layers get")
     return notes

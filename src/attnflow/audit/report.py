@@ -193,8 +193,7 @@ class AuditReport(Result):
     def text(self, width: int | None = None) -> str:
         """What it prints; with a `width`, the table leaves out columns so that the modules' names stay whole in it."""
         tested = f"{self.coverage:.1%} of {self.forbidden:,} forbidden pairs tested"
-        if not self.forbidden:
-            tested = "this order forbids no pair"
+        tested = tested if self.forbidden else "this order forbids no pair"
         verdict = "LEAK" if self.violations else self.verdict
         lines = [
             f"{verdict}: {self.order}; {self.batch} x {self.positions} positions, {self.layers} layers",
@@ -217,9 +216,8 @@ class AuditReport(Result):
             carried = sum(result.status == "carries" for result in self.modules)
             lines += [f"{carried} later module outputs carry it on"] if carried else []
         if self.skipped:
-            lines.append(
-                f"{plural(len(self.skipped), 'module')} not watched: {few([name for name, _ in self.skipped])}"
-            )
+            names = [name for name, _ in self.skipped]
+            lines.append(f"{plural(len(names), 'module')} not watched: {few(names)}")
         if self.untested:
             lines.append(f"not tested, of what the caller receives: {few(self.untested)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

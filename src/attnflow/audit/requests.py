@@ -10,7 +10,6 @@ from torch import Tensor
 
 from attnflow._core.markup import plural
 from attnflow.audit.inputs import Inputs, Slot
-from attnflow.audit.packing import of_slot
 
 # Families in which all image tokens of a sequence see one another (or all of a prefix), and those in which only the
 # tokens of one image do.
@@ -21,8 +20,6 @@ _TYPES: Final = ("mm_token_type_ids", "token_type_ids")
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What a layer asks for that its configuration and the inputs do not say, or the other way round."""
-
     words: str
     pairs: Tensor  # bool [rows, n, n], not empty
     wider: bool  # whether these are asked for and not to be read; else they are to be read and not asked for
@@ -71,7 +68,7 @@ def within_blocks(later: Tensor, family: str, inputs: Inputs, slot: Slot) -> tup
 
 def _blocks(inputs: Inputs, slot: Slot) -> tuple[Tensor | None, Tensor | None]:
     """(number of the run, type) of each position, [rows, n]: by token types, by places without tokens, by equal ids."""
-    types = next((kind for name in _TYPES if (kind := of_slot(inputs, slot, name)) is not None), None)
+    types = next((kind for name in _TYPES if (kind := inputs.argument(slot, name)) is not None), None)
     ids = inputs.kwargs.get(slot.name or "")
     if types is None and slot.places:
         types = torch.zeros(1, slot.length, dtype=torch.int64)

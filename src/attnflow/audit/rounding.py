@@ -28,11 +28,9 @@ def other_precision(dtype: torch.dtype) -> torch.dtype:
 
 
 def recurs(change: Tensor, values: Tensor, other_values: Tensor, other_moved: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which rows move in both precisions; `other_values` and `other_moved` are in the other one.
+    """Which rows move in both precisions: a leak keeps its size in float64, rounding shrinks; the border is between.
 
-    A leak keeps its size in float64, while rounding shrinks with the precision; the border is their geometric mean. In
-    float64 the rounding is estimated by scaling that of float32. A leak exceeds one unit in the last place and eight
-    times the estimate, because both runs err and only a sample of the errors was seen.
+    In float64 it exceeds one unit in the last place and eight times the scaled error of float32, as both runs err.
     """
     eps, other = torch.finfo(dtype).eps, torch.finfo(other_precision(dtype)).eps
     if other < eps:

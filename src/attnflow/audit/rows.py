@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Final, Literal, NamedTuple, cast
@@ -29,12 +29,7 @@ class Frame:
 def canonical(
     tensor: Tensor, frame: Frame, layered: bool = False, within: bool = False
 ) -> tuple[Tensor, int] | str | None:
-    """(values [batch, positions, features], offset); None without a sequence axis; a reason if it is ambiguous.
-
-    If width and length are equal, only outputs of layers and of the model are read, as [batch, positions, width].
-    `within` a layer, an axis of batch length behind the batch is one of heads; elsewhere, layers may be stacked before
-    it.
-    """
+    """(values [batch, positions, features], offset); None without a sequence axis; a reason if it is ambiguous."""
     if (
         not tensor.is_floating_point()
         or tensor.is_meta
@@ -90,10 +85,7 @@ _EITHER: Final[Mapping[Form, tuple[Form, ...]]] = {  # what an unsure layout may
 
 
 class OutputLayout(NamedTuple):
-    """How a tensor that the caller receives holds positions.
-
-    A layout is chosen once, in the unperturbed pass, and kept, so that every pass compares the same rows.
-    """
+    """How a tensor that the caller receives holds positions: chosen in the base pass, kept in all others."""
 
     form: Form
     rows: int = 0  # per sequence
@@ -122,10 +114,8 @@ class OutputLayout(NamedTuple):
 def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> OutputLayout:
     """The layout of a received tensor; `inside` {offset: [batch, positions, features]} are the last outputs before it.
 
-    Rows may be all positions of a segment or one fewer, along their own axis or flattened with the batch. Of n - 1
-    vectors row i belongs to position i, as in `logits[:, :-1]`, unless they are the last rows of `inside`. Of n - 1
-    numbers row i belongs to position i + 1, the label of a loss. A tensor [batch, ...] without positions has one row
-    per sequence: it may depend on that sequence alone.
+    Of n - 1 vectors row i is position i, as in `logits[:, :-1]`, unless they are the last rows of `inside`; of n - 1
+    numbers row i is position i + 1, the label of a loss.
     """
     shape = tuple(tensor.shape)
     state = len(shape) == 3 and shape[:2] == (1, frame.batch)  # as the last one of a GRU's only layer
@@ -134,32 +124,19 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Out
         return OutputLayout("unknown", shape=shape, why=why)
     summary = shape[1:] if state else shape
     pooled = frame.batched and len(summary) == 2 and summary[1] in frame.widths  # [batch, width] or [batch, positions]
-    layout = None if pooled else _on_an_axis(as_numbers(tensor), frame)
-    layout = layout or _of_another_input(shape, frame) or _in_counted_rows(tensor, frame, inside, pooled)
-    layout = layout or _in_groups(shape, frame) or _for_each_sequence(shape, summary, frame, pooled)
+    if not pooled and isinstance(rows := canonical(as_numbers(tensor), frame, layered=True), tuple):
+        stacked = len(shape) > 3 and shape[0] == shape[1] == frame.batch > 1 and shape[2] in frame.segments
+        return OutputLayout("axis", rows[0].shape[1], rows[1], shape, sure=not stacked)
+    if frame.batched and len(shape) == 2 and shape[1] == frame.batch != shape[0] and shape[0] in frame.beside:
+        return OutputLayout("related columns", 1, max(frame.segments.values()), shape)
+    layout = _in_counted_rows(tensor, frame, inside, pooled) or _for_each_sequence(shape, summary, frame, pooled)
     came = "is one number" if not shape else f"has shape {list(shape)}"
     why = f"{came}, and none of its axes holds {max(frame.segments)} positions"
     return layout or OutputLayout("unknown", shape=shape, why=why)
 
 
-def _on_an_axis(tensor: Tensor, frame: Frame) -> OutputLayout | None:
-    shape, batch = tuple(tensor.shape), frame.batch
-    rows = canonical(tensor, frame, layered=True)
-    if not isinstance(rows, tuple):
-        return None
-    stacked = len(shape) > 3 and shape[0] == shape[1] == batch > 1 and shape[2] in frame.segments
-    return OutputLayout("axis", rows[0].shape[1], rows[1], shape, sure=not stacked)
-
-
-def _of_another_input(shape: tuple[int, ...], frame: Frame) -> OutputLayout | None:
-    """[rows of another input, batch]: the columns belong to the sequences."""
-    if frame.batched and len(shape) == 2 and shape[1] == frame.batch != shape[0] and shape[0] in frame.beside:
-        return OutputLayout("related columns", 1, max(frame.segments.values()), shape)
-    return None
-
-
 def _in_counted_rows(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor], pooled: bool) -> OutputLayout | None:
-    """Rows known by their number: those that the call keeps, all positions, or one fewer."""
+    """Rows known by their number: those that the call keeps, all positions, or one fewer; also [groups * batch, n]."""
     shape, batch, numbers = tuple(tensor.shape), frame.batch, as_numbers(tensor)
     for rows, (length, offset) in _row_counts(frame):
         flat, before = shape[:1] == (batch * rows,), inside.get(offset)
@@ -176,12 +153,6 @@ def _in_counted_rows(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor],
         if rows >= length - 1:
             label = rows < length and len(shape) == 2 - flat and tensor.is_floating_point()
             return OutputLayout(form, rows, offset + label, shape, sure=not flat or batch == 1)
-    return None
-
-
-def _in_groups(shape: tuple[int, ...], frame: Frame) -> OutputLayout | None:
-    """[groups * batch, positions, ...]: several rows of positions for each sequence."""
-    batch = frame.batch
     if len(shape) > 2 and shape[0] > batch and shape[0] % batch == 0 and shape[1] in frame.segments:
         return OutputLayout("sequence first", shape[1], frame.segments[shape[1]], shape, sure=batch == 1)
     return None
@@ -198,10 +169,8 @@ def _for_each_sequence(
         return None
     sure = not pooled or not {rows for rows, _ in _row_counts(frame)}.intersection(summary[1:])
     why = "" if sure else f"has shape {list(shape)}, of positions or of features: pass another length"
-    form: Form = "pooled" if pooled else "one per sequence"
-    if sure and len(shape) == 2 and (shape[1] in frame.beside or shape[1] == batch > 1):
-        form = "related" if shape[1] in frame.beside and not pooled else form
-        sure = shape[1] != batch or batch == 1
+    form: Form = "pooled" if pooled else "related" if sure and related else "one per sequence"
+    sure &= not (len(shape) == 2 and shape[1] == batch > 1)
     return OutputLayout(form, 1, max(frame.segments.values()), shape, why, sure)
 
 
@@ -230,12 +199,10 @@ def arranged(tensor: Tensor, layout: OutputLayout, frame: Frame) -> Tensor:
         rows = canonical(tensor.transpose(0, 1) if layout.form == "second axis" else tensor, narrow, layered=True)
         assert isinstance(rows, tuple)
         return rows[0]
-    sequence_first = layout.form == "sequence first"
-    groups = (
-        tensor.unflatten(0, (frame.batch, -1))
-        if sequence_first
-        else tensor.unflatten(0, (-1, frame.batch)).transpose(0, 1)
-    )
+    if layout.form == "sequence first":
+        groups = tensor.unflatten(0, (frame.batch, -1))
+    else:
+        groups = tensor.unflatten(0, (-1, frame.batch)).transpose(0, 1)
     return groups.movedim(2, 1).reshape(frame.batch, layout.rows, -1)
 
 
@@ -254,48 +221,6 @@ def settled(layout: OutputLayout, before: Tensor, after: Tensor, frame: Frame) -
     return layout._replace(form="one per sequence" if layout.related else layout.form, sure=True)
 
 
-def outputs_in_words(
-    layouts: Mapping[str, OutputLayout],
-    moved: Set[str],
-    short: Mapping[str, str],
-    runs: Sequence[tuple[int, int]],
-    related: Mapping[str, str],
-    whole: bool,
-    apart: bool,
-) -> tuple[list[str], list[str]]:
-    """(what the caller receives and was not tested, so that nothing is clean; notes on other outputs).
-
-    Beside an output with positions, one number and one vector for each sequence are summaries, and what no input moves
-    is not looked at. A vector was tested `whole` where the order forbids nothing but padding. `short` says what does
-    not read the end of a sequence, `related` which rows an output of similarities relates; `runs` are (first position,
-    length); `apart` are sequences that move no other one.
-    """
-    named = {path.lstrip(".") or "the output": (path, layout) for path, layout in layouts.items()}
-    untested, notes = list[str](), list[str]()
-    positions = any(layout.aligned for layout in layouts.values())
-    for name, (path, layout) in named.items():
-        if path in related and max(layout.shape) > 1:
-            words = f"relates rows by design: {related[path]}; an entry may depend on both of its rows, and on no other"
-            notes.append(f"{name} {list(layout.shape)} {words}")
-        if path in short:
-            (notes if positions else untested).append(f"{name} {short[path]}: it is pooled from earlier ones")
-        elif layout.aligned and layout.rows > 1 and layout.rows not in {length for _, length in runs}:
-            first = min(layout.offset - offset for offset, _ in runs if offset <= layout.offset)
-            place = f"i + {first}" if first else "i"
-            notes.append(f"{name} has {layout.rows} rows: row i was read as position {place}")
-        if path in short or layout.aligned or (layout.pooled and layout.sure and whole):
-            continue
-        shape, moves = list(layout.shape), path in moved or not layout.sure
-        kept = "; sequences were kept apart" if apart else ""
-        why = layout.why or f"has shape {shape}, without an axis of positions{kept}"
-        summary = layout.sure and (not shape or layout.pooled or layout.related)
-        if not positions or (moves and not summary):
-            untested.append(f"{name} {why}")
-        elif moves and layout.form == "unknown":
-            notes.append(f"not tested: {name} {why}")
-    return untested, notes
-
-
 def as_numbers(tensor: Tensor) -> Tensor:
     """The tensor in floating point, with all its values: predicted ids, flags and sparse tensors are compared, too."""
     tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
@@ -308,10 +233,7 @@ _CACHES: Final = re.compile(r"(.*_)?(past_\w+|cache)|cache_params|shared_kv_stat
 
 
 def leaves(root: object, other: Callable[[str, object], None] | None = None) -> list[tuple[str, Tensor]]:
-    """All tensors in nested tuples, lists, mappings and dataclasses, with their paths; skips caches.
-
-    Anything else but None is shown to `other` with its path.
-    """
+    """All tensors in nested containers but caches, with their paths; `other` gets what is neither, but for None."""
     tensors: list[tuple[str, Tensor]] = []
     left: list[tuple[str, object]] = [("", root)]
     while left:  # a loop: it runs for every module of every pass

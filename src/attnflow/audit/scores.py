@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Final
 
 import numpy as np
@@ -111,7 +112,7 @@ def check_scores(
     if report.untested or any(violation.kind == "state" for violation in report.violations):
         return report
     labels = scorer.labels(positions, vocab_size)
-    sums = [scorer.sum(label, vocab_size, choices, tolerance, progress) for label in labels]
+    sums = [scorer.sum(label, vocab_size, choices, progress) for label in labels]
     return _judged(report, sums, vocab_size, tolerance, scorer)
 
 
@@ -161,14 +162,11 @@ def _labels_of(
     def last(column: int) -> int:
         return bisect_left(range(n), True, key=lambda start: not moved(start)[column]) - 1
 
-    return _in_steps(last, count) or _in_turn([last(column) for column in range(count)], n)
-
-
-def _in_steps(last: Callable[[int], int], count: int) -> list[int]:
-    """Positions at equal distances, if the tokens that move the first, a middle and the last number say so."""
-    first, final = last(0), last(count - 1)
+    first, final = last(0), last(count - 1)  # positions at equal distances, if these and a middle one say so
     places = list(range(first, final + 1, max(1, (final - first) // (count - 1))))
-    return places if first > 0 and len(places) == count and last(count // 2) == places[count // 2] else []
+    if first > 0 and len(places) == count and last(count // 2) == places[count // 2]:
+        return places
+    return _in_turn([last(column) for column in range(count)], n)
 
 
 def _in_turn(places: list[int], n: int) -> list[int]:
@@ -216,15 +214,13 @@ class _Scorer:
         self.copies = 1 if self.flat else self._copies()
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Scores [batch, rows] of the sequences, float64."""
         batch, n = ids.shape
         self.calls += 1
         self.function.size = (n,) if self.flat else (batch, n)
         tensors = _numbers_of(self.function, ids[0] if self.flat else ids, self.seed)
-        for rows in (n, n - 1):
-            for value in tensors:
-                if value.numel() == batch * rows and value.shape in ((batch, rows), (rows,), (batch * rows,)):
-                    return value.reshape(batch, rows).double().cpu()
+        for rows, value in product((n, n - 1), tensors):
+            if value.numel() == batch * rows and value.shape in ((batch, rows), (rows,), (batch * rows,)):
+                return value.reshape(batch, rows).double().cpu()
         shapes = ", ".join(str(list(value.shape)) for value in tensors) or "none"
         raise ValueError(f"expected a score per token, [{batch}, {n - 1}] or [{batch}, {n}]; numbers came as {shapes}")
 
@@ -245,8 +241,7 @@ class _Scorer:
         chosen = np.unique(np.linspace(0, len(scored) - 1, min(count, len(scored))).round().astype(int))
         return [scored[i] + self.first for i in chosen]
 
-    def sum(self, label: int, vocab_size: int, choices: int, tolerance: float, progress: Progress | None) -> _Sum:
-        """Score the choices of the token at one position, after the same prefix."""
+    def sum(self, label: int, vocab_size: int, choices: int, progress: Progress | None) -> _Sum:
         likely = self.tokens.unique()[: choices // 2]  # of a text, its own tokens
         rest = torch.ones(vocab_size, dtype=torch.bool).index_fill_(0, likely, False).nonzero()[:, 0]
         sample = rest[torch.randperm(len(rest), generator=self.generator)[: choices - len(likely)]]
@@ -279,9 +274,8 @@ def _judged(report: AuditReport, sums: list[_Sum], vocab_size: int, tolerance: f
         label, text, scores = sums[worst].label, scorer.tokens[row].tolist(), sums[worst].scores[row].tolist()
         tokens = tuple((*text[:label], token, *text[label + 1 :]) for token in sums[worst].likeliest[row].tolist())
         name, change, sure = type(scorer.function).__name__, float(shown[worst, row]) - 1, certain or None
-        violations.append(
-            Violation("sum", None, name, None, label, change, row, row, "forward", sure, tokens, tuple(scores))
-        )
+        place = None, name, None, label, change, row, row, "forward"
+        violations.append(Violation("sum", *place, sure, tokens, tuple(scores)))
         over = int((shown > 1 + tolerance).any(1).sum())
         kind = "sum" if certain else "estimate, from a sample,"
         notes.append(f"the {kind} of probabilities exceeds one at {over} of {len(sums)} positions")

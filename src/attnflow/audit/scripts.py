@@ -32,10 +32,7 @@ class Audited(NamedTuple):
 
 @contextmanager
 def blaming(target: str) -> Generator[None]:
-    """Run parts of a script as `python SCRIPT.py`; what it raises becomes one sentence that names its line.
-
-    A script that ends the process would pass for a clean audit, as `os._exit(0)` does: here it raises.
-    """
+    """Blame what a script raises on its line; ending the process, as `os._exit(0)`, would pass for a clean audit."""
     path = str(_parts(target)[0].resolve())
     process, leave, arguments = os.getpid(), os._exit, sys.argv
 
@@ -59,16 +56,7 @@ def blaming(target: str) -> Generator[None]:
 
 
 def load(target: str) -> Audited:
-    """Import the script, and return the module or function that the name means.
-
-    A function without arguments is called. It makes what is audited: a module or a function, or a tuple of one with its
-    inputs and, if wanted, its order. The script's folder is searched for what it imports, and its `__name__` is not
-    "__main__".
-
-    Raises:
-        ValueError: the file or name does not exist, importing raises, or the name is neither a module nor a function.
-            Without a name, the message lists those that the script defines.
-    """
+    """Import the script, and return what the name means: a function without arguments makes it."""
     file, name = _parts(target)
     path = file.resolve()
     if not path.is_file():
@@ -104,28 +92,21 @@ def load(target: str) -> Audited:
 
 
 def _parts(target: str) -> tuple[Path, str]:
-    """Split SCRIPT.py:NAME; the name may be missing."""
     file, _, name = (f"{target}:" if target.endswith(".py") else target).rpartition(":")
     return Path(file), name
 
 
 def _contents(file: str, module: types.ModuleType) -> str:
-    names = [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (isinstance(value, nn.Module) or (is_function(value) and value.__module__ == module.__name__))
-    ]
+    shown = ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
+    here = module.__name__
+    names = [n for n, v in shown if isinstance(v, nn.Module) or (is_function(v) and v.__module__ == here)]
     if not names:
         return f"{file} defines no function and no module that could be audited"
     return f"{file} defines {', '.join(names)}: name one, as in {file}:{names[0]}"
 
 
 def example(audited: Audited, tokens: int | None = None, ids: Sequence[int] | None = None) -> Any:
-    """The inputs to call it with: the ids given, its own, or two random sequences of ids below 50 or its vocabulary.
-
-    Their length is a prime, since a width of the same size could be taken for the tokens.
-    """
+    """The ids given, its own inputs, or random ids of a prime length, as one equal to a width could mislead."""
     if ids is not None:
         return torch.tensor([ids])
     if audited.inputs is not None:

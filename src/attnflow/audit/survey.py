@@ -40,8 +40,6 @@ class LayerCall:
 
 @dataclass
 class CallSurvey:
-    """The result of one forward pass: the call with its slots, the layer calls, and what else it showed."""
-
     inputs: Inputs  # the call, with slots for the positions that enter stacks of layers
     calls: list[LayerCall]  # the layer calls of these stacks, in order of execution
     unused: list[str] = field(default_factory=list[str])  # arguments that hold a mask of pairs which no module received
@@ -49,12 +47,10 @@ class CallSurvey:
     base: Recording | None = None  # what that runner saw of the survey's own pass, if that can serve as a base pass
 
     def slot_of(self, call: LayerCall) -> Slot:
-        """The slot whose positions a layer call works on."""
         return next(slot for slot in self.inputs.slots if call.name in slot.layers)
 
 
 def survey(inputs: Inputs, seed: int | None = None) -> CallSurvey:
-    """Run the model once, and read off what it does with its inputs; with a `seed` by a runner at the layers."""
     model, layers = inputs.model, inputs.subject.layers
     whole = replace(inputs, slots=tuple(replace(slot, layers=frozenset(layers)) for slot in inputs.slots))
     first = None if seed is None else Runner(whole, "layers", seed)
@@ -118,12 +114,11 @@ def _watched(model: nn.Module, layers: Mapping[str, int]) -> Generator[tuple[lis
         yield calls, seen
 
 
-def _positions(inputs: Inputs, calls: Sequence[LayerCall]) -> Inputs:
+def _positions(inputs: Inputs, calls: list[LayerCall]) -> Inputs:
     """The inputs with slots for the audited stacks: those that their positions enter, else the last to run."""
-    named = list(inputs.slots)
-    source = next((slot for slot in named if not (slot.name or "").startswith("decoder_")), None)
-    target = next((slot for slot in named if (slot.name or "").startswith("decoder_")), None)
-    parts = [(source, list(calls))]
+    source = next((slot for slot in inputs.slots if not slot.prefix), None)
+    target = next((slot for slot in inputs.slots if slot.prefix), None)
+    parts = [(source, calls)]
     if inputs.subject.encodes_and_decodes and target is not None:
         above = [call for call in calls if "decoder" in call.stack.split(".")]
         from attnflow.models.anatomy.sites import half  # needs transformers
@@ -133,14 +128,14 @@ def _positions(inputs: Inputs, calls: Sequence[LayerCall]) -> Inputs:
             raise UnsupportedArchitecture(f"no stack of layers of {inputs.subject.kind} is named decoder: pass order=")
         parts = [(source, [call for call in calls if call not in above]), (target, above)]
     slots: list[Slot] = []
-    for slot, own in parts:
-        entered = _entered(inputs, slot, own)
+    for slot, stack in parts:
+        entered = _entered(inputs, slot, stack)
         if entered is not None:
             vectors = [v for v in inputs.kwargs.values() if isinstance(v, Tensor) and v.is_floating_point()]
             given = next((len(v) for v in vectors if v.ndim > 1), 0)  # images, pairs or sounds
             several = given and not inputs.slots and entered[1] % given == 0
             inputs = replace(inputs, batch=entered[1], group=entered[1] // given if several else 1)
-            slots.append(replace(entered[0], offset=sum(each.length for each in slots)))
+            slots.append(replace(entered[0], offset=sum(before.length for before in slots)))
     if not slots:
         raise UnsupportedArchitecture(
             f"no stack of layers in {inputs.subject.kind} takes vectors [batch, positions, width], and no input holds "
@@ -156,9 +151,8 @@ def _positions(inputs: Inputs, calls: Sequence[LayerCall]) -> Inputs:
 
 def _placed(passed: Inputs, slot: Slot) -> Slot:
     """The slot with the places of the tokens among its positions, where its layers get more: what moves with them."""
-    decodes = (slot.name or slot.title).startswith("decoder_")
-    tokens = [each for each in passed.slots if (each.name or "").startswith("decoder_") == decodes]
-    if slot.entry is None or not tokens or tokens[0].length == slot.length:
+    tokens = next((named.length for named in passed.slots if named.prefix == slot.prefix), slot.length)
+    if slot.entry is None or tokens == slot.length:
         return slot
     entered: list[Tensor] = []
 
@@ -179,33 +173,30 @@ def _placed(passed: Inputs, slot: Slot) -> Slot:
     if len(entered) != 2 or entered[0].shape != entered[1].shape:
         return slot
     moves = (entered[0] != entered[1]).any(-1).cpu()
-    known = bool((moves == moves[:1]).all()) and int(moves[0].sum()) == tokens[0].length
+    known = bool((moves == moves[:1]).all()) and int(moves[0].sum()) == tokens
     return replace(slot, places=tuple(moves[0].nonzero()[:, 0].tolist())) if known else slot
 
 
 def _entered(inputs: Inputs, named: Slot | None, calls: Sequence[LayerCall]) -> tuple[Slot, int] | None:
     """(slot, batch) of the stack that an input's positions enter, else of the last stack to run."""
-    held: list[tuple[LayerCall, tuple[int, int, int, bool]]] = []
+    fits: list[tuple[LayerCall, tuple[int, int, int, bool]]] = []
     for merged in (False, True):  # whether the model adds several rows up to one sequence, as of codebooks
-        held = held or [(c, axes) for c in calls if (axes := _axes(c.shape, inputs, named, merged)) is not None]
-    held = [(c, axes) for c, axes in held if named is not None and axes[1] == named.length] or held
-    if not held or not inputs.batched:
+        fits = fits or [(c, axes) for c in calls if (axes := _axes(c.shape, inputs, named, merged)) is not None]
+    fits = [(c, axes) for c, axes in fits if named is not None and axes[1] == named.length] or fits
+    if not fits or not inputs.batched:
         return None if named is None else (replace(named, layers=frozenset(call.name for call in calls)), inputs.batch)
-    last, (_, length, *_) = held[-1]
-    held = [(call, axes) for call, axes in held if (call.stack, axes[1]) == (last.stack, length)]
-    first, (batch, _, axis, positions_first) = held[0]
+    last, (_, length, *_) = fits[-1]
+    fits = [(call, axes) for call, axes in fits if (call.stack, axes[1]) == (last.stack, length)]
+    first, (batch, _, axis, positions_first) = fits[0]
     entry = StackEntry(first.name, first.shape[-1], first.spread or 1.0, axis, positions_first)
     name = named.name if named is not None and (named.length, inputs.batch) == (length, batch) else None
-    return Slot(name, length, 0, entry, frozenset(call.name for call, _ in held)), batch
+    return Slot(name, length, 0, entry, frozenset(call.name for call, _ in fits)), batch
 
 
 def _axes(
     shape: tuple[int, ...], inputs: Inputs, named: Slot | None, merged: bool
 ) -> tuple[int, int, int, bool] | None:
-    """(batch, length, axis, positions first): how a layer's first argument holds positions.
-
-    These are the last two neighbouring axes [batch, n] of a named slot, else those of [batch, positions, width].
-    """
+    """(batch, length, axis, positions first) of a layer's first argument: the last axes [batch, n], or the first."""
     if named is not None:
         size = inputs.batch, named.length
         places = [p for p in range(len(shape) - 2) if shape[p : p + 2] == size]
@@ -229,9 +220,8 @@ def _assign(result: CallSurvey, calls: list[LayerCall], asked: Asked, seen: Sequ
         for depth in sorted({depth for depth, _ in arrivals}, reverse=True):  # the attention itself knows best
             requests = [asked.request(mask) for at, mask in arrivals if at == depth]
             fits = [r for r in requests if r is not None and r.num_keys == length and r.num_queries in (1, length)]
-            own = {id(r): r for r in fits}
-            if len(own) == 1:
-                (call.asked,) = own.values()
+            if len(set(map(id, fits))) == 1:
+                call.asked = fits[0]
                 break
         else:
             size = length, length

@@ -1,7 +1,4 @@
-"""Learned, content-aware biases on attention scores, which change how strongly a model attends.
-
-Code that needs a transformers model, such as `attach`, is in `bias.hf` and reachable from here.
-"""
+"""Learned, content-aware biases on attention scores, which change how strongly a model attends."""
 
 from typing import TYPE_CHECKING
 

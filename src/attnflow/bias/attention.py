@@ -140,7 +140,6 @@ def _by_key_head(heads: Tensor, call: BiasedCall) -> Tensor:
 
 
 def compute(call: BiasedCall, backend: str, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
-    """(output, weights if they are needed) of a checked call, by the backend that `choose` names."""
     name = choose(call, backend, need_weights)
     if name == "reference":
         output, weights = reference(call)
@@ -169,17 +168,15 @@ def choose(call: BiasedCall, backend: str, need_weights: bool = False) -> str:
 
 def refusal(call: BiasedCall, name: str) -> str | None:
     """Why a backend cannot compute a call, or None; the reference computes every call."""
-    if name == "reference":
-        return None
-    return tiled.refuses(call) if name == "tiled" else flex_refuses(call)
-
-
-def flex_refuses(call: BiasedCall) -> str | None:
-    """Why FlexAttention cannot compute a call, or None."""
     query, value = call.query, call.value
+    if name == "tiled" and torch.compiler.is_compiling():
+        return "its blocks follow the values of the mask, which torch.compile cannot trace"
+    if name != "flex":
+        return None
     if query.device.type not in ("cpu", "cuda"):
         return f"FlexAttention compiles for CPU and CUDA, but the tensors are on {query.device.type}"
-    if query.device.type == "cpu" and call.needs_grad():
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors())
+    if query.device.type == "cpu" and learns:
         return "FlexAttention has no backward pass on the CPU, but gradients are needed (or use torch.no_grad())"
     if call.dropout:
         return f"FlexAttention cannot drop weights, but dropout is {call.dropout}"
@@ -195,7 +192,6 @@ def flex_refuses(call: BiasedCall) -> str | None:
 
 
 def run_flex(call: BiasedCall) -> Tensor:
-    """The output, [batch, heads, queries, value_dim] in the type of the values."""
     device = call.query.device
     blocks, empty = form_of(call.allow, device)
     output: Tensor = _compiled(device.type)(
@@ -226,7 +222,6 @@ def score_mod(call: BiasedCall) -> ScoreMod:
 
 
 def form_of(allow: Allow, device: torch.device) -> tuple[BlockMask | None, Tensor | None]:
-    """(block mask, queries that may attend to nothing) of a relation; kept with it for the layers to come."""
     form = allow.derived(("flex", str(device)), lambda: _form(allow, device))
     return cast("tuple[BlockMask | None, Tensor | None]", form)
 

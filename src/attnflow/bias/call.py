@@ -1,7 +1,4 @@
-"""One attention call with its bias, checked once: its tensors, its terms, and which keys each query may attend to.
-
-`Allow` is asked for a block of queries at a time, so that nothing holds every pair.
-"""
+"""One attention call with its bias, checked once; `Allow` is asked for a block of queries at a time."""
 
 from __future__ import annotations
 
@@ -128,10 +125,6 @@ class BiasedCall:
             rest = rest[count:]
         return replace(self, query=query, key=key, value=value, sinks=sinks, terms=tuple(terms))
 
-    def needs_grad(self) -> bool:
-        """Whether a gradient may be asked for."""
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors())
-
 
 def make_call(
     query: Tensor,
@@ -144,7 +137,6 @@ def make_call(
     sinks: Tensor | None,
     dropout: float,
 ) -> BiasedCall:
-    """The call, after checks with messages for its author."""
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
         raise ValueError(f"query, key and value must be [batch, heads, tokens, channels], got {shapes}")

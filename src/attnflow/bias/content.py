@@ -18,16 +18,13 @@ from torch.nn import functional
 
 from attnflow.bias.config import Init, LayerShape, VectorConfig, Vectors
 from attnflow.bias.kind import BiasKind, GroupedNorm, Projection, as_last, as_linear, flatten, spread, unflatten
-from attnflow.bias.terms import EPS, Additive, Guidance, Product, wide
+from attnflow.bias.terms import EPS, Additive, Guidance, Product, Term, wide
 
 __all__ = ["BilinearConfig", "CumulativeConfig", "DotConfig", "GuidanceConfig", "KeyConfig", "LowRankConfig"]
 
 
 class KeyNetwork(BiasKind["GuidanceConfig | KeyConfig"]):
-    """B_ij = f(k_j): the guidance network without its query half.
-
-    The hidden layer starts as `nn.Linear`; the output layer as `init` says, its bias at zero (daa, sec. 3.4).
-    """
+    """B_ij = f(k_j): the guidance network without its query half; its output bias starts at zero (daa, sec. 3.4)."""
 
     last = ("output_weight",)
     sides: ClassVar[tuple[Literal["query", "key"], ...]] = ("key",)
@@ -46,7 +43,7 @@ class KeyNetwork(BiasKind["GuidanceConfig | KeyConfig"]):
         for parameter in (*weights, self.hidden_bias):
             as_linear(parameter, sum(weight.shape[-1] for weight in weights))
         as_last(self.output_weight, hidden, config.init)
-        if "output_bias" in self.last:
+        if "output_bias" in self.last:  # softmax cannot see it: kept for the paper's number of parameters
             self.output_bias = nn.Parameter(torch.empty(networks))
             as_last(self.output_bias, hidden, "zero")
 
@@ -58,20 +55,12 @@ class KeyNetwork(BiasKind["GuidanceConfig | KeyConfig"]):
         normal = functional.layer_norm(hidden, hidden.shape[-1:], eps=EPS)
         return flatten((functional.gelu(scale * normal + shift) * weight).sum(dim=-1, keepdim=True))
 
-    def term(
-        self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None
-    ) -> Additive | Guidance:
+    def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Term:
         return Additive(unflatten(columns, self.maps).squeeze(-1))
 
 
 class GuidanceNetwork(KeyNetwork):
-    """B_ij = Linear(GELU(LayerNorm(Linear([q_i; k_j])))) with one hidden layer (daa, sec. 3.2.1).
-
-    The first layer is kept as its two halves, `query` and `key` (terms.Guidance says why). With the paper's settings on
-    LLaMA-2-7B a layer has 2 * 4096 * 64 + 64 + 2 * 64 + 64 + 1 = 524,545 parameters. The output layer starts at zero,
-    so the hidden layer gets no gradient in the first step. The output layer's bias never gets one, because softmax
-    cannot see it; it is kept for the parameter count.
-    """
+    """B_ij = Linear(GELU(LayerNorm(Linear([q_i; k_j])))) (daa, sec. 3.2.1); the first layer is kept in halves."""
 
     last = ("output_weight", "output_bias")
     sides = ("query", "key")
@@ -116,11 +105,7 @@ class KeyConfig(VectorConfig):
 
 
 class Cumulative(BiasKind["CumulativeConfig"]):
-    """B_ij = gain * sum of log f_l for l = j + 1 .. i, with forget gates f = sigmoid(w . k + b) (FoX; CABLE).
-
-    As a sum over tokens it is a difference of running sums, so that softmax sees a key-only bias. The gain starts at 0,
-    which makes it the identity, and the gates nearly open (b = 3); the gates get no gradient in the first step.
-    """
+    """B_ij = gain * sum of log f_l for l = j + 1 .. i, with forget gates f = sigmoid(w . k + b) (FoX; CABLE)."""
 
     last = ("gain",)
 
@@ -232,11 +217,7 @@ class BilinearConfig(VectorConfig):
 
 
 class Dot(_OfKeys):
-    """B_ij = gain * q_i . k_j / sqrt(width): what attention itself computes, but before rotary embedding.
-
-    With fewer key-value heads than query heads, each key head meets the sum of its query heads, so that full-width
-    vectors give the sum of all heads' products. The paper (daa, sec. 3.2.2) names it as the redundant alternative.
-    """
+    """B_ij = gain * q_i . k_j / sqrt(width): attention's own product, before rotary embedding (daa, sec. 3.2.2)."""
 
     last = ("gain",)
 
@@ -251,7 +232,7 @@ class Dot(_OfKeys):
         if reference == "per_head":
             rows = unflatten(rows, shape.num_heads)
         else:
-            if reference != "hidden":
+            if reference != "hidden":  # each key head meets the sum of its query heads
                 rows = rows.unflatten(-1, (shape.num_kv_heads, -1, shape.head_dim)).sum(dim=3).flatten(2)
             rows = rows[:, None].expand(-1, self.maps, -1, -1)
         gain = spread(self.gain, self.maps)[:, None, None] / math.sqrt(rows.shape[-1])

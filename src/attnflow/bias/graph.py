@@ -17,18 +17,12 @@ _LISTED: Final = 20  # edges that are printed
 
 
 @dataclass(frozen=True)
-class Edge:
-    """An edge from a key to a query that the bias makes attend more to it.
+class BiasEdge:
+    """An edge from a key to a query that the bias makes attend more to it."""
 
-    Attributes:
-        key: the position that the information comes from.
-        query: the position that it flows to.
-        bias: the row-centred bias, positive.
-    """
-
-    key: int
-    query: int
-    bias: float
+    key: int  # the position that the information comes from
+    query: int  # the position that it flows to
+    bias: float  # row-centred, positive
 
 
 @dataclass(frozen=True)
@@ -45,7 +39,7 @@ class BiasGraph(Result):
     """
 
     tokens: tuple[str, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[BiasEdge, ...]
     about: str = ""
 
     def rows(self) -> Sequence[Mapping[str, object]]:
@@ -62,7 +56,7 @@ class BiasGraph(Result):
         lines += [f"  and {len(self.edges) - _LISTED} more edges"] if len(self.edges) > _LISTED else []
         return "\n".join(lines)
 
-    def _by_strength(self) -> list[Edge]:
+    def _by_strength(self) -> list[BiasEdge]:
         return sorted(self.edges, key=lambda edge: (-edge.bias, edge.query, edge.key))
 
     @cached_property

@@ -97,7 +97,6 @@ class Pairwise(nn.Module):
         return Dense(bias)
 
     def is_zero(self) -> bool:
-        """Unknown, so no."""
         return False
 
 
@@ -136,10 +135,7 @@ class LayerBias(nn.Module):
         )
 
     def is_zero(self) -> bool:
-        """Whether B is known to be exactly 0, as at zero initialisation: then attention need not know of it.
-
-        It is looked up until it is first False; under a compiler it is False, because it depends on values.
-        """
+        """Whether B is known to be 0, looked up until it is not; a compiler cannot know, as values decide."""
         if self._trained or torch.compiler.is_compiling():
             return False
         self._trained = not all(cast(BiasTerm, kind).is_zero() for kind in self.kinds)
@@ -153,10 +149,7 @@ def layer_biases(model: nn.Module) -> Iterator[tuple[str, LayerBias]]:
 
 
 class BiasKind(nn.Module, Generic[_Config]):
-    """Base of our kinds: B is zero where the parameters named in `last` are; a key is its position, unless overridden.
-
-    `maps` counts the distinct maps: the networks, or every head where one network reads heads apart.
-    """
+    """Base of our kinds, zero where the parameters named in `last` are; `maps` counts the distinct maps."""
 
     last: ClassVar[tuple[str, ...]]
 

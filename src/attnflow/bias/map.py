@@ -14,7 +14,7 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.markup import percent, plural, token_label, visible
 from attnflow._core.results import Result
-from attnflow.bias.graph import BiasGraph, Edge
+from attnflow.bias.graph import BiasEdge, BiasGraph
 
 Quantity = Literal["bias", "raw", "weights", "weights_without", "weights_base"]
 
@@ -67,23 +67,14 @@ class LayerMap(Result):
 
 @dataclass(frozen=True)
 class LayerQuery(Result):
-    """The bias of one query in one layer.
-
-    Attributes:
-        layer: the number of the layer in the model.
-        name: path of its attention module.
-        strength: root mean square of the row-centred bias over all captured queries.
-        moved: share of the weight that the bias moves between keys, mean over the captured queries.
-        energy: for each rank, the share of the row-centred bias that a bias of that rank can explain.
-        bias: row-centred bias of each key; None where the mask forbids the pair.
-    """
+    """The bias of one query in one layer."""
 
     layer: int
-    name: str
-    strength: float
-    moved: float
-    energy: dict[int, float]
-    bias: tuple[float | None, ...]
+    name: str  # path of its attention module
+    strength: float  # root mean square of the row-centred bias over all captured queries
+    moved: float  # share of the weight that the bias moves between keys, mean over the captured queries
+    energy: dict[int, float]  # for each rank, the share of the row-centred bias that a bias of it can explain
+    bias: tuple[float | None, ...]  # row-centred bias of each key; None where the mask forbids the pair
 
 
 @dataclass(frozen=True)
@@ -297,7 +288,7 @@ class BiasMap(Result):
         if top_k is not None and top_k < table.shape[1]:
             best = table.topk(top_k, dim=1).indices
             keep &= torch.zeros_like(keep).scatter_(1, best, True)
-        edges = tuple(Edge(key, self.queries[row], float(table[row, key])) for row, key in keep.nonzero().tolist())
+        edges = tuple(BiasEdge(key, self.queries[row], float(table[row, key])) for row, key in keep.nonzero().tolist())
         many = "strongest key" if top_k == 1 else f"{top_k} strongest keys"
         which = [] if top_k is None else [f"the {many} of each query"]
         which += [] if threshold is None else [f"a bias of at least {threshold:g}"]

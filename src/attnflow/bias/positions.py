@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attnflow._core.checks import integer
 from attnflow.bias.config import BiasConfig, LayerShape, Placement, ShareHeads, Vectors
 from attnflow.bias.kind import BiasKind
-from attnflow.bias.terms import Additive, Dense, Offset, wide
+from attnflow.bias.terms import Additive, Dense, Offset, Term, wide
 
 __all__ = ["AlibiConfig", "DenseConfig", "RelativeConfig"]
 
@@ -73,9 +73,7 @@ class Alibi(BiasKind["AlibiConfig"]):
         super().__init__(config, shape)
         self.gain = nn.Parameter(torch.full((shape.num_heads,), float(config.gain)))
 
-    def term(
-        self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None
-    ) -> Additive | Offset:
+    def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Term:
         """Linear in the key's position where keys lie before queries; else a table over distances."""
         slope = wide(self.gain) * slopes(len(self.gain), self.gain.device)
         if self.shape.is_causal:
@@ -105,10 +103,7 @@ class AlibiConfig(BiasConfig):
 
 
 class Relative(BiasKind["RelativeConfig"]):
-    """B_ij = table[head, bucket(j - i)] with T5's buckets: exact near, logarithmic up to `max_distance`.
-
-    One table per map: `share_heads=False` gives T5's one per head.
-    """
+    """B_ij = table[head, bucket(j - i)] with T5's buckets; T5 has one table per head (`share_heads=False`)."""
 
     last = ("table",)
     bucket_of: Tensor
@@ -152,13 +147,7 @@ class RelativeConfig(BiasConfig):
 
 
 def slopes(num_heads: int, device: torch.device | None = None) -> Float[Tensor, " heads"]:
-    """ALiBi's slopes: 2^(-8 h / n) for a power of two; for others, those of the next lower one, filled from the next.
-
-    Made where they are used: a buffer would be rounded with the model that it moves to.
-
-    >>> slopes(8)[:3]
-    tensor([0.5000, 0.2500, 0.1250])
-    """
+    """ALiBi's slopes, 2^(-8 h / n) for powers of two; made where used, as a buffer would be rounded with its model."""
     power = 2 ** math.floor(math.log2(num_heads))
     first = torch.arange(1, power + 1, device=device) * (-8.0 / power)
     between = (2 * torch.arange(num_heads - power, device=device) + 1) * (-4.0 / power)

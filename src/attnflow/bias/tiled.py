@@ -225,13 +225,6 @@ _LEAST_ROWS: Final = 16
 _MOST_ROWS: Final = 128
 
 
-def refuses(call: BiasedCall) -> str | None:
-    """Why this implementation cannot compute the call, or None."""
-    if torch.compiler.is_compiling():
-        return "its blocks follow the values of the mask, which torch.compile cannot trace"
-    return None
-
-
 def run(call: BiasedCall) -> Tensor:
     """The output, [batch, heads, queries, value_dim] in the type of the values. Time: that of the allowed pairs."""
     seed = int(torch.randint(1 << 31, ())) if call.dropout else None
@@ -265,8 +258,6 @@ class _Tiled(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Block:
-    """Some consecutive queries and the range of keys that they may attend to."""
-
     rows: slice
     columns: slice  # from the first key to the last that one of the queries may attend to
     allowed: Tensor | None  # which pairs of these exist, [batch or 1, heads or 1, rows, columns], or None for all

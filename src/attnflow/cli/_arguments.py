@@ -65,11 +65,7 @@ def is_file(name: str) -> bool:
 
 
 def mask_argument(name: str, n: int | None, texts: Sequence[str], command: str = "mask show") -> Mask:
-    """Returns the mask named on the command line: one of the catalogue, or a file with a mask or task.
-
-    Errors show an example of `command`. Raises BadUsage for conflicting options or a missing parameter, and ValueError
-    for an unknown name, a bad value or a bad file.
-    """
+    """Returns a mask of the catalogue, or of a file with a mask or task; errors show an example of `command`."""
     from attnflow._core.plain import close_to, read_json
     from attnflow.masks.registry import named_masks
     from attnflow.masks.spec import mask_from_dict
@@ -162,11 +158,7 @@ def require_model(name: str, with_settings: bool) -> None:
 
 
 def load(name: str, tokenizer: bool = True, without: str = "this command reads text and needs one") -> Loaded:
-    """Loads the model `name`: a short name, a folder, a GGUF file or a hub id.
-
-    Text needs the `tokenizer`; `without` is the advice when a model lacks one. Raises BadUsage if no such model exists
-    or it cannot be loaded.
-    """
+    """Loads a model; `without` is the advice when it lacks the `tokenizer` that text needs."""
     from attnflow.models import load_model
 
     require(name)

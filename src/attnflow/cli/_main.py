@@ -14,14 +14,15 @@ import typer
 
 from attnflow._core.errors import AttnflowError
 from attnflow._core.version import __version__
-from attnflow.cli import audit, geometry, knowledge, mask, single
+from attnflow.cli import audit, explain, geometry, knowledge, mask, single
 from attnflow.cli._output import BadUsage, complain
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _HELP: Final = """Design, prove and inspect the directed information flow of Transformer attention.
 
 Four questions about a query and a key: may information flow (mask, audit), how strongly (bias), in which geometry of
-W_q and W_k (geometry), and from which stored knowledge (knowledge)."""
+W_q and W_k (geometry), and from which stored knowledge (knowledge). `explain` answers all four for one answer of one
+model."""
 _EPILOG: Final = (
     "Exit codes: 0 for no finding, 1 for a finding (such as a leak), 2 for wrong usage or a failed command."
 )
@@ -35,6 +36,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+app.command("explain", epilog=f"Example: {explain.EXAMPLE}")(explain.explain)
 for function in (single.report, single.studio, single.doctor):
     app.command(function.__name__)(function)
 _bias = typer.Typer(help="Learned attention biases: show.", rich_markup_mode=None)

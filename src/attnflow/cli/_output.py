@@ -34,11 +34,11 @@ class BadUsage(Exception):
     """The user's input cannot be used; the message says what to do instead."""
 
 
-def console(stderr: bool = False) -> Console:
+def console() -> Console:
     """Returns a console that follows NO_COLOR, width and redirection; rich, slow to load, is imported here."""
     from rich.console import Console
 
-    return Console(file=sys.stderr if stderr else sys.stdout, highlight=False, emoji=False)
+    return Console(file=sys.stdout, highlight=False, emoji=False)
 
 
 def say(screen: Console, text: str, style: str = "") -> None:
@@ -97,15 +97,24 @@ def print_result(result: Result) -> None:
     print(result.to_json().rstrip("\n"))
 
 
-def show(result: Result, json_output: bool, text: str = "", ok: bool | None = None) -> None:
+def show(
+    result: Result,
+    json_output: bool,
+    text: str = "",
+    *,
+    title: str = "",
+    ok: bool | None = None,
+    written: Path | None = None,
+) -> None:
     """Prints a result as JSON, or as `text`, by default its own; `ok` colours the first line, the verdict."""
     if json_output:
         print_result(result)
         return
-    verdict, *rest = (text or str(result)).split("\n", 1)
-    say(console(), verdict, "" if ok is None else style(ok))
-    for lines in rest:
-        say(console(), lines)
+    screen, text = console(), text or str(result)
+    verdict, *rest = [title, text] if title else text.split("\n", 1)
+    say(screen, verdict, "bold" if title else "" if ok is None else style(ok))
+    for lines in [*rest, *([] if written is None else [f"written: {written}"])]:
+        say(screen, lines)
 
 
 def print_json(schema: str, payload: Mapping[str, object]) -> None:
@@ -125,11 +134,7 @@ def working(title: str) -> Reporter:
 
 
 def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
-    """Returns `path` if a file with one of the `suffixes` can be written; call it before the work.
-
-    `chart` names what an `.svg` or `.png` would draw with matplotlib, and is "" if nothing. Raises BadUsage for a bad
-    suffix, folder, permission or kind of file, and MissingExtra for a chart without matplotlib.
-    """
+    """Refuses, before the work, a file that cannot be written; `chart` is what .svg or .png draw with matplotlib."""
     if path.suffix.lower() not in suffixes:
         raise BadUsage(f"cannot write {path}: the name must end in {' or '.join(suffixes)}, got {path.suffix!r}")
     if chart and path.suffix.lower() in (".svg", ".png") and find_spec("matplotlib") is None:

@@ -17,6 +17,7 @@ from attnflow.cli._arguments import argument, describe, integers, is_file, load,
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, print_result, say, working
 
 _MODEL: Final = "MODEL"  # the command's name stands for its argument in `attnflow audit --help`
+_AUDITED: Final = "smollm2-135m, minilm, a folder, a GGUF file, a hub id, or SCRIPT.py:NAME (a function or module)."
 _DATA: Final = (".jsonl", ".jsonl.gz", ".parquet")
 
 
@@ -46,12 +47,7 @@ app = typer.Typer(
 
 @app.command(_MODEL)
 def audit(
-    model: Annotated[
-        str,
-        argument(
-            "MODEL", "smollm2-135m, minilm, a folder, a GGUF file, a hub id, or SCRIPT.py:NAME (a function or module)."
-        ),
-    ],
+    model: Annotated[str, argument("MODEL", _AUDITED)],
     text: Annotated[str | None, option("--text", "The text to read (default: Shakespeare).")] = None,
     ids: Annotated[str | None, option("--ids 5,6,7", "Token ids in place of --text.")] = None,
     tokens: Annotated[int | None, option("--tokens N>=2", "The most tokens to read (default: 64).")] = None,

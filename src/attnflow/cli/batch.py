@@ -71,10 +71,8 @@ def batch(
     places = _Places(read, lines, words)
     if json_output:
         found = [places.mistake(mistake) for mistake in report.mistakes]
-        head = {"file": str(data), "rows": len(lines.rows), "of": lines.total, "packed": pack}
-        print_json(
-            "attnflow.audit.batch/1", {**head, "mistakes": found, "notes": read.notes, "report": report.to_dict()}
-        )
+        about = {"file": str(data), "rows": len(lines.rows), "of": lines.total, "packed": pack, "mistakes": found}
+        print_json("attnflow.audit.batch/1", {**about, "notes": read.notes, "report": report.to_dict()})
     else:
         title = f"{data}: {len(lines.rows):,} of {plural(lines.total, 'row')}, {'packed' if pack else 'padded'}"
         _print(report, places, title if loaded is None else f"{title}; {describe(str(model), loaded)}")
@@ -126,8 +124,7 @@ def _read(path: Path, limit: int) -> _Lines:
 def _jsonl(file: BufferedIOBase, path: Path, limit: int) -> _Lines:
     from attnflow._core.plain import parse_json
 
-    lines = _Lines([], "line", [], 0)
-    total = 0
+    rows, numbers, total = list[dict[str, object]](), list[int](), 0
     for number, line in _lines(file, path):
         total += 1
         if total > limit:
@@ -137,13 +134,13 @@ def _jsonl(file: BufferedIOBase, path: Path, limit: int) -> _Lines:
             text = line.decode("utf-8-sig").strip()
             if total == 1 and text[:1] == "[":
                 raise BadUsage(f"{path} is a list: write one object a line, as by jq -c '.[]' {path} > data.jsonl")
-            lines.rows.append(parse_json(text, where))
+            rows.append(parse_json(text, where))
         except UnicodeDecodeError as error:
             raise BadUsage(f"{where} is not UTF-8 text: expected JSONL or Parquet") from error
         except ValueError as error:
             raise BadUsage(f"{str(error).replace(' at line 1,', ' at')} (expected one object a line)") from error
-        lines.numbers.append(number)
-    return _Lines(lines.rows, "line", lines.numbers, total)
+        numbers.append(number)
+    return _Lines(rows, "line", numbers, total)
 
 
 def _lines(file: BufferedIOBase, path: Path) -> Iterator[tuple[int, bytes]]:
@@ -224,9 +221,8 @@ class _Places:
             if match[3] is None:
                 return f"{match[1]} {first}{elsewhere} ({self.token(number, int(match[2]))})"
             other, last = self.read.place(number, int(match[3]))
-            return f"{match[1]} {first}{elsewhere} to {last}" + (
-                "" if other == row else f" of {self.lines.names[other]}"
-            )
+            beyond = "" if other == row else f" of {self.lines.names[other]}"
+            return f"{match[1]} {first}{elsewhere} to {last}{beyond}"
 
         moved = _POSITIONS.sub(position, text)
         return moved if named is None else moved.replace(named[0], self.lines.names[home], 1)

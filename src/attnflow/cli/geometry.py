@@ -13,25 +13,15 @@ import typer
 from typer.core import TyperGroup
 
 from attnflow._core.markup import aligned, plural, token_label
-from attnflow.cli._arguments import (
-    FIGURES,
-    FigureOption,
-    Ids,
-    Text,
-    argument,
-    load,
-    option,
-    require,
-    settings_from,
-    text_or_ids,
-)
-from attnflow.cli._output import BadUsage, JsonFlag, complain, console, output_path, print_result, say, working, write
+from attnflow.cli import _arguments as arguments
+from attnflow.cli._arguments import FIGURES, FigureOption, Ids, Text, argument, option
+from attnflow.cli._output import BadUsage, JsonFlag, complain, console, output_path, say, show, working, write
 
 if TYPE_CHECKING:
     from attnflow.geometry.attribution import ScoreAttribution
     from attnflow.geometry.published import Summary
     from attnflow.geometry.table import GeometryScores
-    from attnflow.report.attribution import HeadRow
+    from attnflow.report.attribution_rows import HeadRow
 
 
 class _ScoreByDefault(TyperGroup):
@@ -49,11 +39,7 @@ _HELP: Final = """Geometry of attention: score (the default), why.
 
 `attnflow geometry MODEL` is short for `attnflow geometry score MODEL`."""
 
-app = typer.Typer(
-    help=_HELP,
-    rich_markup_mode=None,
-    cls=_ScoreByDefault,
-)
+app = typer.Typer(help=_HELP, rich_markup_mode=None, cls=_ScoreByDefault)
 
 
 @app.command("score")
@@ -88,9 +74,9 @@ def geometry_score(
         raise BadUsage(f"--picture heads shows one model, got {len(set(models))}: write .html to see them all")
     heads = per_head or picture == "heads" or (target is not None and target.suffix.lower() == ".html")
     if len(set(models)) == 1:
-        require(models[0])
+        arguments.require(models[0])
     overrides: dict[str, int] = {}
-    for name, text in settings_from(config or [], "--config").items():
+    for name, text in arguments.settings_from(config or [], "--config").items():
         try:
             overrides[name] = int(text)
         except ValueError:
@@ -103,12 +89,11 @@ def geometry_score(
             spinner.stage(f"writing {output}")
             write(result, target, picture=picture)
     if json_output and result.models:
-        print_result(result)
+        show(result, json_output)
     elif result.models:
-        screen = console()
         listed = result.models if per_head or len(result.models) == 1 else ()
         parts = [*(_details(model, heads=per_head) for model in listed), _overview(result.models)]
-        say(screen, "\n\n".join(parts) + ("" if output is None else f"\nwritten: {output}"))
+        say(console(), "\n\n".join(parts) + ("" if output is None else f"\nwritten: {output}"))
     for name, reason in result.unscored.items():
         advice = reason.replace('attention="all"', "--attention all")  # as it is typed here
         complain(f"attnflow: {name}: {advice}")
@@ -138,16 +123,17 @@ def geometry_why(
     query, against what one wrote at the key. Lists the largest terms in logits, less their mean over the row, because
     softmax ignores what all keys share.
     """
-    require(model)
-    inputs = text_or_ids(text, ids)
+    arguments.require(model)
+    inputs = arguments.text_or_ids(text, ids)
     target = None if output is None else output_path(output, FIGURES, "an attribution as a figure")
     with working(f"loading {model}") as spinner:
         from attnflow.geometry import reading
         from attnflow.models.subject import Subject
-        from attnflow.report.attribution import attribution_part, row_of
+        from attnflow.report.attribution import attribution_part
+        from attnflow.report.attribution_rows import row_of
         from attnflow.report.page import Context, build
 
-        loaded = load(model, ids is None, "give token ids, as in --ids 5,6,7")
+        loaded = arguments.load(model, ids is None, "give token ids, as in --ids 5,6,7")
         loaded = loaded._replace(model=loaded.model.float())  # a sum in half precision could not be checked
         if getattr(loaded.model.config, "is_encoder_decoder", False):  # both sides read the text, as in an audit
             inputs = {name: value[:1] for name, value in Subject.of(loaded).sample(inputs).items()}
@@ -162,18 +148,14 @@ def geometry_why(
                 build([attribution_part(found, Context(), key=key, raw=raw)], None, {}, {}).save(target)
             else:
                 write(found, target, key=key, raw=raw, count=count)
-    if json_output:
-        print_result(found)
-        return
-    screen = console()
-    chosen = "" if head is not None else _chosen(found, row)
-    say(screen, f"{model}, layer {layer}, head {row.head}{chosen}", "bold")
-    say(screen, _explained(found, row, count) + ("" if output is None else f"\nwritten: {output}"))
+    title = f"{model}, layer {layer}, head {row.head}{_chosen(found, row) if head is None else ''}"
+    show(found, json_output, _explained(found, row, count), title=title, written=output)
 
 
 def _chosen(found: ScoreAttribution, row: HeadRow) -> str:
     from attnflow.geometry.attribution import telling
-    from attnflow.report.attribution import CHOICE, key_name
+    from attnflow.report.attribution import CHOICE
+    from attnflow.report.attribution_rows import key_name
 
     if found.attention == "cross":
         return ", which has the most weight on one token"
@@ -184,7 +166,7 @@ def _chosen(found: ScoreAttribution, row: HeadRow) -> str:
 
 
 def _explained(found: ScoreAttribution, row: HeadRow, count: int) -> str:
-    from attnflow.report.attribution import key_name, query_name, remark
+    from attnflow.report.attribution_rows import key_name, query_name, remark
     from attnflow.report.html import numbers
 
     order = sorted(range(len(row.weights)), key=lambda index: -row.weights[index])
@@ -206,17 +188,15 @@ def _explained(found: ScoreAttribution, row: HeadRow, count: int) -> str:
 
 def _terms(found: ScoreAttribution, row: HeadRow, count: int) -> list[str]:
     """Lists the leading terms and their sums; nothing for a single key, whose centred terms are zero."""
-    from attnflow.report.attribution import leading, short
+    from attnflow.report.attribution_rows import leading
     from attnflow.report.html import numbers
 
     if row.centred and len(found.keys) == 1:
         return []
     best = leading(found, row, count)
-    values = [*(value for *_, value in best.terms), *best.constants.values(), best.others, best.total]
-    names = [f"{short(query)} × {short(key)}" for query, key, _ in best.terms]
-    names += [f"constant: {name}" for name in best.constants]
-    names += [plural(best.count, "other term"), "sum: its score" + (", less the row's mean" if row.centred else "")]
-    rows = [[number, name] for number, name in zip(numbers(values, signed=True), names, strict=True)]
+    sums = [plural(best.count, "other term"), "sum: its score" + (", less the row's mean" if row.centred else "")]
+    values = numbers([*best.values, best.others, best.total], signed=True)
+    rows = [[number, name] for number, name in zip(values, [*best.names, *sums], strict=True)]
     if not best.count:
         del rows[-2]
     head = ["logits", "written at the query × written at the key" + (", centred over the row" if row.centred else "")]

@@ -6,24 +6,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from attnflow._core.markup import plural
-from attnflow.cli._arguments import (
-    FIGURES,
-    FigureOption,
-    Ids,
-    Text,
-    argument,
-    integers,
-    load,
-    option,
-    require,
-    text_or_ids,
-)
-from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, show, working, write
+from attnflow.cli import _arguments as arguments
+from attnflow.cli._arguments import FIGURES, FigureOption, Ids, Text, argument, load, option, require
+from attnflow.cli._output import BadUsage, JsonFlag, output_path, show, working, write
 
 if TYPE_CHECKING:
     from attnflow.knowledge.store import Store
@@ -96,9 +86,6 @@ def _refuse_memory(uri: str) -> None:
         raise BadUsage("a store in memory is lost when the command ends: name a folder")
 
 
-_WITHOUT: Final = "give token ids, as in --ids 5,6,7"
-
-
 @app.command("edit")
 def knowledge_edit(
     model: Annotated[str, argument("MODEL", "A causal language model; its files are not changed.")],
@@ -122,7 +109,7 @@ def knowledge_edit(
         if path is not None and not path.is_file():
             raise BadUsage(f"the file {path} does not exist")
     require(model)
-    chosen = None if layers is None else integers(layers, "--layers")
+    chosen = None if layers is None else arguments.integers(layers, "--layers")
     from attnflow._core.files import write_folder
     from attnflow.knowledge import edit, from_ffn, to_ffn
     from attnflow.knowledge.editing.facts import Fact, read_facts
@@ -159,16 +146,16 @@ def knowledge_trace(
 ) -> None:
     """Show which feed-forward entries fire for a text.
 
-    Lists the entries with the largest direct effect on the logit of the next token: what an entry adds to that logit,
-    minus what it adds to all logits alike. With --ablate, also what that logit and the token's probability lose when
-    the model runs without the entry. The words beside an entry are its text, or the tokens that it promotes (+) and
-    suppresses (-).
+    Lists the entries with the largest effect on the logit of the next token: a first-order estimate of what it loses
+    without the entry. Beside it stands the direct effect, past later layers. With --ablate, also what that logit and
+    the token's probability lose when the model runs without the entry. The words beside an entry are its text, or the
+    tokens that it promotes (+) and suppresses (-).
     """
     require(model)
     from attnflow.knowledge import from_ffn, trace
     from attnflow.knowledge.layered import reads_entries
 
-    inputs = text_or_ids(text, ids)
+    inputs = arguments.text_or_ids(text, ids)
     path = None if output is None else output_path(output, FIGURES, "a trace as a figure")
     longest = len(inputs.encode()) + 8 if isinstance(inputs, str) else len(inputs)  # tokens, with special ones
     if not -longest <= position < longest:
@@ -180,13 +167,13 @@ def knowledge_trace(
         raise BadUsage(f"--ablate {ablate} takes out more than the --top {top} entries that are kept for each layer")
     with working(f"loading {model}") as spinner:
         targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
-        loaded = load(model, ids is None, _WITHOUT)
+        loaded = load(model, ids is None, "give token ids, as in --ids 5,6,7")
         if not reads_entries(loaded.model):
             spinner.stage("converting its feed-forward layers")
             loaded = loaded._replace(model=from_ffn(loaded))
         spinner.stage("tracing")
-        # An ablation runs the model for each position: only the one to explain is traced then.
-        places = position if ablate else None
+        # What is printed is about one token; an ablation runs the model for each position.
+        places = position if ablate or not (json_output or path or target) else None
         result = trace(loaded, inputs, top=wanted, targets=targets, positions=places, ablate=ablate)
         result = replace(result, model=model)
         result.row(position)
@@ -195,12 +182,5 @@ def knowledge_trace(
         if path is not None:
             spinner.stage(f"writing {output}")
             write(result, path, position=position)
-    if json_output:
-        print_result(result)
-        return
-    screen = console()
-    say(screen, model, "bold")
-    say(screen, f"{result.summary(position)}\n")
-    say(screen, result.table(position, layer, min(count, result.top)))
-    if output is not None:
-        say(screen, f"written: {output}")
+    table = result.table(position, layer, min(count, result.top))
+    show(result, json_output, f"{result.summary(position)}\n\n{table}", title=model, written=output)

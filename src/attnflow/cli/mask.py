@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 import typer
 
 from attnflow._core.markup import aligned, percent, plural
-from attnflow.cli._arguments import (
-    MaskLength,
-    OutputOption,
-    Settings,
-    argument,
-    example,
-    mask_argument,
-    option,
-    settings_from,
-)
+from attnflow.cli import _arguments as arguments
+from attnflow.cli._arguments import MaskLength, OutputOption, Settings, argument, mask_argument, option
 from attnflow.cli._output import JsonFlag, console, output_path, print_json, say, show, style, working, write
 
 if TYPE_CHECKING:
@@ -46,7 +38,7 @@ def mask_list(json_output: JsonFlag = False) -> None:
                 "signature": entry.signature,
                 "relation": entry.summary,
                 "parameters": [asdict(parameter) for parameter in entry.parameters],
-                "example": f"attnflow mask show {entry.name} {example(entry.name)}",
+                "example": f"attnflow mask show {entry.name} {arguments.example(entry.name)}",
             }
             for entry in named_masks().values()
         ]
@@ -128,7 +120,7 @@ def mask_merge(
     target = None if output is None else output_path(output, _SUFFIXES)
     family = find(name, named_families(), "family")
     with working(f"merging {name} of {tokens} tokens"):
-        derivation = derive(family, tokens, family.read(settings_from(settings or [])))
+        derivation = derive(family, tokens, family.read(arguments.settings_from(settings or [])))
         merged = derivation.merged
         mask = merged.task.mask
         if target is not None:

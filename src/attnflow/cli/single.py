@@ -16,18 +16,7 @@ from attnflow._core.markup import aligned, plural
 from attnflow._core.version import NEWEST_TRIED, installed, untried
 from attnflow.cli import _arguments as arguments
 from attnflow.cli._arguments import FIGURES, FigureOption, MaskLength, Settings, argument, is_file, option
-from attnflow.cli._output import (
-    BadUsage,
-    JsonFlag,
-    console,
-    output_path,
-    print_json,
-    print_result,
-    say,
-    style,
-    working,
-    write,
-)
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, say, show, style, working, write
 
 if TYPE_CHECKING:
     from attnflow._core.progress import Reporter
@@ -85,14 +74,7 @@ def bias_show(
         if target is not None:
             spinner.stage(f"writing {output}")
             write(bias_map, target, layer=layer, query=query, head=head)
-    if json_output:
-        print_result(view)
-        return
-    screen = console()
-    say(screen, f"{name} with the bias {folder}", "bold")
-    say(screen, str(view))
-    if output is not None:
-        say(screen, f"written: {output}")
+    show(view, json_output, title=f"{name} with the bias {folder}", written=output)
 
 
 def report(
@@ -244,7 +226,11 @@ def doctor(
 
         wanted = _requirements()
         samples = {sample.requirement: sample.find() is not None for sample in (*MODELS.values(), TEXTS)}
-        machine = _machine() if verbose else None
+        machine = None
+        if verbose:
+            from torch.utils.collect_env import get_pretty_env_info
+
+            machine = get_pretty_env_info().strip()
     missing = [name for name, (extra, version) in wanted.items() if extra is None and version is None]
     newer = untried()
     if json_output:
@@ -260,10 +246,8 @@ def doctor(
     say(screen, verdict, style(not missing))
     for name, version in newer.items():
         tried = NEWEST_TRIED[name]
-        say(
-            screen,
-            f"{name} {version} is newer than {tried}, the newest tried: if it fails, install '{name}=={tried}.*'",
-        )
+        advice = f"if it fails, install '{name}=={tried}.*'"
+        say(screen, f"{name} {version} is newer than {tried}, the newest tried: {advice}")
     rows: list[list[str]] = []
     for name, (extra, version) in wanted.items():
         package = name if extra is None else f"'attnflow[{extra}]'"
@@ -274,13 +258,6 @@ def doctor(
     if machine is not None:
         say(screen, f"\n{machine}")
     raise typer.Exit(1 if missing else 0)
-
-
-def _machine() -> str:
-    """PyTorch's report: its build, Python, the system and the accelerators."""
-    from torch.utils.collect_env import get_pretty_env_info
-
-    return get_pretty_env_info().strip()
 
 
 def _requirements() -> dict[str, tuple[str | None, str | None]]:

@@ -14,7 +14,6 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.explain.entries import Chunk, Entries, Writer
 from attnflow.explain.explanation import Edge, Explanation, Source
 from attnflow.models.passes.held import Derivatives, HeldAttention, HeldPass, Written
-from attnflow.models.passes.stream import added_to
 
 _EDGES: Final = 600  # that are kept, the strongest by what they carry, and a third as many by their effect
 _ENTRIES: Final = 400  # the same, by effect and by what they carry
@@ -113,7 +112,7 @@ class Amounts:
     def _found(
         self, attention: HeldAttention, half: str, carried: Tensor, effects: Tensor, places: Tensor
     ) -> Iterator[Edge]:
-        added = added_to(attention.call)
+        added = attention.added
         heads, queries, keys = (axis.tolist() for axis in torch.unravel_index(places, effects.shape))
         columns = (table.flatten()[places].tolist() for table in (carried, effects, attention.weights))
         for head, query, key, amount, effect, weight in zip(heads, queries, keys, *columns, strict=True):
@@ -149,7 +148,7 @@ class Amounts:
                 for arrival, grad in firsts:
                     if arrival.first and self.held.halves[arrival.prefix] == source.half:
                         at = source.position
-                        yield source, float((arrival.hidden.detach() * grad).flatten(0, -2)[at].sum())
+                        yield source, float(_by_token(arrival.hidden.detach() * grad)[at])
         for writer, written, chunk, grad in self._chunks(entries):
             for source in sources:
                 here = written.layer, self.held.halves[written.prefix]
@@ -168,7 +167,7 @@ class Amounts:
                 half = held.halves[arrival.prefix]
                 found += [Source("token", None, n, half, None, c, e) for n, c, e in _rows(arrival.hidden, grad, real)]
         constants = [sum(derived.constants.values()) for derived in (self.carry, self.effect)]
-        singles, rest, written = self._single(entries)
+        singles, rest, sums, written = self._single(entries)
         for part, grad, real in zip(held.written, self.carry.written, self.effect.written, strict=True):
             half = held.halves[part.prefix]
             if part.whole:
@@ -177,18 +176,20 @@ class Amounts:
             else:
                 for place, derivative in enumerate((grad, real)):
                     total = float((part.value * derivative).sum())
-                    constants[place] += total - rest["", part.path, -1][place]
+                    constants[place] += total - sums[id(part)][place]
         kept = [*singles]
-        for (half, _, layer), (carried, effect) in rest.items():
-            if layer >= 0:
-                kept.append(Source("other entries", layer, None, half, None, carried, effect))
+        for (half, layer), (carried, effect) in rest.items():
+            kept.append(Source("other entries", layer, None, half, None, carried, effect))
         constant = Source("constant", None, None, "", None, constants[0], constants[1])
         return [*found, *kept, constant], written
 
-    def _single(self, entries: Entries) -> tuple[list[Source], dict[tuple[str, str, int], list[float]], float]:
-        """The strongest entries; what is left by half and layer, and the sums by path of the writer; and their size."""
+    def _single(
+        self, entries: Entries
+    ) -> tuple[list[Source], dict[tuple[str, int], list[float]], dict[int, list[float]], float]:
+        """The strongest entries; what is left by half and layer; the sums of each call of a writer; and their size."""
         tables: list[tuple[Any, ...]] = []
-        sums: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        rest: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         size = 0.0
         real = {id(w): g for w, g in zip(self.held.written, self.effect.written, strict=True)}
         for writer, written, chunk, grad in self._chunks(entries):
@@ -199,8 +200,8 @@ class Amounts:
             half = self.held.halves[written.prefix]
             for place, table in enumerate((carried, effects)):
                 total = float(table.sum())
-                sums["", written.path, -1][place] += total
-                sums[half, "", written.layer][place] += total
+                sums[id(written)][place] += total
+                rest[half, written.layer][place] += total
             if carried.numel():
                 best = [t.abs().flatten().topk(min(_ENTRIES, t.numel())).indices for t in (effects, carried)]
                 places = torch.cat(best).unique()
@@ -217,13 +218,13 @@ class Amounts:
             words = self.promoted(chunk.values[column[at]] * weights[at].sign()) if named else ()
             amounts = (float(carried[at]), float(effects[at]))
             for number, amount in enumerate(amounts):
-                sums[half, "", written.layer][number] -= amount
+                rest[half, written.layer][number] -= amount
             position = int(chunk.positions[row[at]])
             singles.append(
                 Source("entry", written.layer, position, half, entry + writer.offset, amounts[0], amounts[1],
                        float(weights[at]), text, words)
             )  # fmt: skip
-        return singles, sums, size
+        return singles, rest, sums, size
 
     def promoted(self, value: Tensor) -> tuple[str, ...]:
         """The tokens whose logits a vector raises most through the final norm alone; none without an unembedding."""
@@ -241,7 +242,7 @@ class Amounts:
         own = [(a.hidden, g) for a, g in zip(self.held.arrivals, self.carry.arrivals, strict=True)
                if not self.held.halves[a.prefix]]  # fmt: skip
         ends = [(self.held.ends[p], g) for p, g in self.carry.ends.items() if not self.held.halves[p]][-1:]
-        arrived = [(x.detach() * g).sum(-1).flatten() for x, g in (*own, *ends)]
+        arrived = [_by_token(x.detach() * g) for x, g in (*own, *ends)]
         length = len(arrived[0])
         return Explanation(
             value=self.value, sources=tuple(self._named(sources, about)), edges=tuple(edges), heads=heads,
@@ -264,8 +265,13 @@ class Amounts:
 def _rows(value: Tensor, grad: Tensor, real: Tensor) -> list[tuple[int, float, float]]:
     """For each position, what its vector carries, and its effect."""
     value = value.detach()
-    carried, effects = ((value * g).sum(-1).flatten().tolist() for g in (grad, real))
+    carried, effects = (_by_token(value * g).tolist() for g in (grad, real))
     return list(zip(range(len(carried)), carried, effects, strict=True))
+
+
+def _by_token(amounts: Tensor) -> Tensor:
+    """Sum amounts [..., tokens, width] over all axes but that of tokens: some models carry several streams."""
+    return amounts.sum(-1).reshape(-1, amounts.shape[-2]).sum(0)
 
 
 def _strongest(tables: Sequence[tuple[Any, ...]]) -> list[tuple[tuple[Any, ...], int]]:

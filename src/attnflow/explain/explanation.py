@@ -132,7 +132,7 @@ class Explanation(Result):
     probability: float
     sources: tuple[Source, ...]
     edges: tuple[Edge, ...]
-    arrived: Float[Tensor, "layers tokens"]
+    arrived: Float[Tensor, "states tokens"]
     heads: Float[Tensor, "layers heads"]
     moved: float
     written: float
@@ -227,7 +227,10 @@ class Explanation(Result):
         prompt = prompt if len(prompt) <= 44 else f"…{prompt[-43:]}"
         yield f"{self.answer!r} ({percent(self.probability)}) after {prompt!r}"
         against = " and ".join(map(repr, self.against)) or "the mean of all tokens"
-        yield f"logit {self.value:+.3g} above {against}: carried, effect" + ", removed" * self._measured
+        removed = ", removed"
+        if signs := [self.agreement[f"{name} and removed"] for name in ("carried", "effect") if self._measured]:
+            removed += f" (same sign: {', '.join(percent(share) for share in signs)})"
+        yield f"logit {self.value:+.3g} above {against}: carried, effect" + removed * self._measured
         for edge in self.edges[:_SHOWN]:
             sender, receiver = (token_label(text) for text in self.ends(edge))
             path = f"{sender} ({edge.key}) -> {receiver} ({edge.query})"
@@ -236,9 +239,11 @@ class Explanation(Result):
             place = "" if entry.position is None else f"at {token_label(self.token(entry.position, entry.half))}"
             words = shorten(entry.text, 20) if entry.text else " ".join(map(token_label, entry.promotes))
             yield f"  {entry.name:9} {shorten(f'{place} ({entry.position})', 32):32} {_numbers(entry)}  {words}"
-        agreement = ", ".join(f"{name} {value:.2f}" for name, value in self.agreement.items())
+        ranks = ", ".join(
+            f"{kind} {value:.2f}" for kind, value in self.agreement.items() if kind in ("edges", "entries")
+        )
         share = percent(self.covered(len(self.edges[:_SHOWN])))
-        yield f"these edges: {share} of what moves between tokens; agreement: {agreement or 'too few'}"
+        yield f"edges: {share} of all that moves; carried and effect rank alike: {ranks or 'too few'}"
         yield f"{self._order()}; sources sum to the value within {self.error:.0e}"
 
     @property
@@ -271,6 +276,15 @@ class Removal(Result):
     together: float
     value: float
 
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each of them, and one for all together."""
+        removed = zip((*self.names, "all together"), (*self.alone, self.together), strict=True)
+        return [{"without": name, "removed": amount} for name, amount in removed]
+
+    def __repr__(self) -> str:
+        alone = ", ".join(f"{name} {amount:+.3g}" for name, amount in zip(self.names[:5], self.alone[:5], strict=True))
+        return f"of {self.value:+.3g}, lost without all {len(self.names)}: {self.together:+.3g}; alone: {alone}"
+
 
 @dataclass(frozen=True)
 class Link:
@@ -292,6 +306,14 @@ class SourceGraph(Result):
 
     nodes: tuple[Source, ...]
     links: tuple[Link, ...]
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each link."""
+        names = [f"{n.name} at {n.position}" if n.entry is not None else f"{n.text} ({n.position})" for n in self.nodes]
+        return [{"from": names[x.source], "to": names[x.target], "carried": x.carried} for x in self.links]
+
+    def __repr__(self) -> str:
+        return f"{plural(len(self.nodes), 'source')}, {plural(len(self.links), 'link')} between them"
 
 
 def _numbers(item: Edge | Source) -> str:

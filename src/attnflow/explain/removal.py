@@ -72,18 +72,18 @@ def _site(subject: Subject, edge: Edge, held: HeldPass) -> Site:
 
 
 def _without_edges(edges: Sequence[Edge], call: AttentionCall, proceed: Proceed) -> Output:
-    """Attention less what some keys give, which a pass with the values of those keys alone shows."""
-    output, weights = proceed(call)
-    whole = output if output.ndim == 4 else output.unflatten(-1, (call.query.shape[1], -1))
+    """Attention less what some keys give, which the values of each of those keys alone show, in the same call."""
+    keys, width = sorted({edge.key for edge in edges}), call.value.shape[-1]
+    alone = [torch.zeros_like(call.value) for _ in keys]
+    for key, value in zip(keys, alone, strict=True):
+        value[:, :, key] = call.value[:, :, key]
+    output, weights = proceed(call.replace(value=torch.cat([call.value, *alone], -1)))
+    parts = output if output.ndim == 4 else output.unflatten(-1, (call.query.shape[1], -1))
+    whole, *given = parts.split(width, -1)
     whole = whole.clone()
-    for key in {edge.key for edge in edges}:
-        alone = torch.zeros_like(call.value)
-        alone[:, :, key] = call.value[:, :, key]
-        given = proceed(call.replace(value=alone))[0].view_as(whole)
-        for edge in edges:
-            if edge.key == key:
-                whole[:, edge.query, edge.head] -= given[:, edge.query, edge.head]
-    return whole.view_as(output), weights
+    for edge in edges:
+        whole[:, edge.query, edge.head] -= given[keys.index(edge.key)][:, edge.query, edge.head]
+    return whole if output.ndim == 4 else whole.flatten(2), weights
 
 
 def _without_entries(entries: Entries, taken: Mapping[str, Sequence[Source]], call: Call, output: Tensor) -> Tensor:

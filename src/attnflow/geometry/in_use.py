@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.scores import Mode, from_norms, ratio, summed
 from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.passes.watching import Call, Watch
-from attnflow.models.subject import Loaded, Subject, Text
+from attnflow.models.subject import Subject, Text
 from attnflow.models.weights.attention import AttentionLayer
 from attnflow.models.weights.families.rows import Composed, Selected
 
@@ -27,42 +27,26 @@ _SCORES: Final = 1 << 21  # scores held at once: heads x queries x keys
 
 @dataclass(frozen=True)
 class InUse:
-    """The geometry of one matrix among the tokens of a text.
+    """The geometry of one matrix among the tokens of a text."""
 
-    Attributes:
-        symmetry: of the model's own scores, in [-1, 1]: 1 where each pair of tokens scores alike both ways.
-        form_symmetry: the same of x_i^T M x_j alone, without biases, positions and norms of queries and keys.
-        skew_from_form: the share, in [0, 1], of what makes s_ij and s_ji differ that the skew part of M explains; 0
-            where nothing differs.
-        directionality: of M, each coordinate weighted by how much the tokens vary in it.
-        pairs: number of ordered pairs of two tokens.
-    """
-
-    symmetry: float
-    form_symmetry: float
-    skew_from_form: float
-    directionality: float
-    pairs: int
+    symmetry: float  # of the model's own scores, in [-1, 1]: 1 where each pair of tokens scores alike both ways
+    form_symmetry: float  # the same of x_i^T M x_j alone, without biases, positions and norms of queries and keys
+    skew_from_form: float  # share, in [0, 1], of s_ij - s_ji that the skew part of M explains; 0 if all are alike
+    directionality: float  # of M, each coordinate weighted by how much the tokens vary in it
+    pairs: int  # number of ordered pairs of two tokens
 
 
 @dataclass(frozen=True, eq=False)
 class LayerTokens:
-    """One self-attention layer on the n tokens of one sequence, without pads.
+    """One self-attention layer on the n tokens of one sequence, without pads."""
 
-    Attributes:
-        positions: of these tokens in the sequence, [n].
-        query_input: what their queries are made from, [n, d].
-        key_input: what their keys are made from, [n, d].
-        sides: queries and keys [heads, n, head_dim], of the model, scaled as it scales them, and of M alone; keys less
-            their mean, which only adds a constant to each row.
-        meet: bool[n, n], whether a query of the one may attend to the other, in either direction; None: all do.
-    """
-
-    positions: Tensor
-    query_input: Tensor
-    key_input: Tensor
+    positions: Tensor  # of these tokens in the sequence, [n]
+    query_input: Tensor  # what their queries are made from, [n, d]
+    key_input: Tensor  # what their keys are made from, [n, d]
+    # queries and keys [heads, n, head_dim], of the model, scaled as it scales them, and of M alone; keys less their
+    # mean, which only adds a constant to each row
     sides: tuple[tuple[Tensor, Tensor], ...]
-    meet: Tensor | None
+    meet: Tensor | None  # bool[n, n], whether a query of the one may attend to the other, or back; None: all do
 
     @property
     def summed(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -79,29 +63,25 @@ class Accumulator:
         self._tokens = 0
         self._moments: list[Tensor] = []
 
-    def add(self, seen: LayerTokens) -> None:
+    def add(self, tokens: LayerTokens) -> None:
         """Add one sequence.
 
         Cost: O(heads * head_dim^2 * n) if all tokens meet, and else O(heads * head_dim * n^2) in blocks of scores.
         """
-        size = len(seen.positions)
-        self.pairs += size * (size - 1) if seen.meet is None else int(seen.meet.sum()) - size
-        full = seen.summed
-        factored = seen.meet is None and size > full[0][0].shape[-1]
-        sums = [_factored_sums(seen.sides) if seen.meet is None else _blocked_sums(seen.sides, seen.meet)]
-        sums.append(_factored_sums(full) if factored else _blocked_sums(full, seen.meet))
+        size, meet, full = len(tokens.positions), tokens.meet, tokens.summed
+        self.pairs += size * (size - 1) if meet is None else int(meet.sum()) - size
+        factored = meet is None and size > full[0][0].shape[-1]
+        sums = [_factored_sums(tokens.sides) if meet is None else _blocked_sums(tokens.sides, meet)]
+        sums.append(_factored_sums(full) if factored else _blocked_sums(full, meet))
         self._sums += torch.cat(sums, dim=1)
-        self._add_moments(seen)
-
-    def _add_moments(self, seen: LayerTokens) -> None:
-        """Second moments of queries' tokens, covariances of keys' tokens within the sequence; of both, projected."""
-        (_, _), (query, key) = seen.summed
-        tokens = [seen.query_input.double(), seen.key_input.double()]
-        parts = [tokens[0].square().sum(0), (tokens[1] - tokens[1].mean(0)).square().sum(0)]
+        # second moments of queries' tokens, covariances of keys' tokens within the sequence; of both, projected
+        _, (query, key) = full
+        inputs = [tokens.query_input.double(), tokens.key_input.double()]
+        parts = [inputs[0].square().sum(0), (inputs[1] - inputs[1].mean(0)).square().sum(0)]
         shared = key.unflatten(-1, (self._layer.num_kv_heads, -1, self._layer.head_dim))[..., 0, :].flatten(-2)
         parts = [part.cpu() for part in (*parts, *(side.mT @ side for side in (query[0].double(), shared[0].double())))]
         self._moments = [a + b for a, b in zip(self._moments, parts, strict=True)] if self._moments else parts
-        self._tokens += len(seen.positions)
+        self._tokens += size
 
     def result(self, gamma: float, mode: Mode) -> list[InUse]:
         squares, turned, form, form_turned, cross, cross_turned = self._sums
@@ -112,51 +92,47 @@ class Accumulator:
         # Of scores that are symmetric but for rounding there is nothing to explain.
         explained = torch.where(skew > 1e-9 * squares, explained, 0.0)
         directionality = self._directionality(gamma, mode)
-        every = zip(*(each.tolist() for each in (symmetry, form_symmetry, explained, directionality)), strict=True)
-        *heads, full = [InUse(*cast(Any, values), pairs=self.pairs) for values in every]
+        columns = zip(*(part.tolist() for part in (symmetry, form_symmetry, explained, directionality)), strict=True)
+        *heads, full = [InUse(*cast(Any, values), pairs=self.pairs) for values in columns]
         return [full, *heads]
 
     def _directionality(self, gamma: float, mode: Mode) -> Tensor:
         layer = self._layer
         query_variance, key_variance, by_query, by_key = (moment / self._tokens for moment in self._moments)
         query, key = (side().detach().cpu().double() for side in (layer.query, layer.key))
-        heads, kv_heads = layer.num_heads, layer.num_kv_heads
-        found: list[Tensor] = []
+        heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
+
+        def directionality(of_queries: Tensor, of_keys: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            rows = ((of_keys @ query) * query).sum(0) * query_variance
+            columns = ((of_queries @ key) * key).sum(0) * key_variance
+            return from_norms(rows.clamp(min=0).sqrt(), columns.clamp(min=0).sqrt(), gamma, mode)
+
+        scores: list[Tensor] = []
         for head in range(heads):
-            mine, its = (
-                slice(at * layer.head_dim, (at + 1) * layer.head_dim) for at in (head, head * kv_heads // heads)
-            )
-            rows = (by_key[its, its] @ query[mine] * query[mine]).sum(0) * query_variance
-            columns = (by_query[mine, mine] @ key[its] * key[its]).sum(0) * key_variance
-            found.append(_norms(rows, columns, gamma, mode))
-        query_sum, key_rows = summed(query, key, heads, kv_heads)
+            mine, its = (slice(at * width, (at + 1) * width) for at in (head, head * kv_heads // heads))
+            scores.append(directionality(by_query[mine, mine], by_key[its, its], query[mine], key[its]))
         # of the sum over the query heads of each group
-        groups = by_query.unflatten(0, (kv_heads, -1, layer.head_dim)).unflatten(-1, (kv_heads, -1, layer.head_dim))
+        groups = by_query.unflatten(0, (kv_heads, -1, width)).unflatten(-1, (kv_heads, -1, width))
         by_sum = groups.sum((1, 4)).flatten(0, 1).flatten(1)
-        rows = (by_key @ query_sum * query_sum).sum(0) * query_variance
-        columns = (by_sum @ key_rows * key_rows).sum(0) * key_variance
-        return torch.stack([*found, _norms(rows, columns, gamma, mode)])
+        return torch.stack([*scores, directionality(by_sum, by_key, *summed(query, key, heads, kv_heads))])
 
 
 def measure(
-    model: nn.Module | Loaded, layers: Sequence[AttentionLayer], inputs: Text, gamma: float, mode: Mode
+    subject: Subject, layers: Sequence[AttentionLayer], inputs: Text, gamma: float, mode: Mode
 ) -> dict[str, list[InUse]]:
     """The geometry in use of every self-attention layer, by its name: all heads together, then each head."""
-    subject = Subject.of(model)
-    module = subject.model
     layers = [layer for layer in layers if layer.kind == "self"]
     sums = {layer.name: Accumulator(layer) for layer in layers}
-    observe(module, layers, subject.read(inputs), lambda layer, seen: sums[layer.name].add(seen))
-    silent = [name for name, one in sums.items() if not one.pairs]
-    if silent:
+    observe(subject, layers, subject.read(inputs), lambda layer, tokens: sums[layer.name].add(tokens))
+    if silent := [name for name, layer in sums.items() if not layer.pairs]:
         raise ValueError(
             f"no pair of tokens met in {silent[0]}: pass at least 2 tokens, and inputs for every tower of the model"
         )
-    return {name: one.result(gamma, mode) for name, one in sums.items()}
+    return {name: layer.result(gamma, mode) for name, layer in sums.items()}
 
 
 def observe(
-    model: nn.Module,
+    subject: Subject,
     layers: Sequence[AttentionLayer],
     tensors: Mapping[str, Tensor],
     see: Callable[[AttentionLayer, LayerTokens], None],
@@ -165,9 +141,8 @@ def observe(
     from attnflow.models.passes.interception import AttentionCall, Output, Proceed, intercept, readable_implementation
 
     named = {layer.name: layer for layer in layers}
-    sites = [site for site in Subject(model).sites if site.name in named]
-    missing = sorted(set(named) - {site.name for site in sites})
-    if missing:
+    sites = [site for site in subject.sites if site.name in named]
+    if missing := sorted(set(named) - {site.name for site in sites}):
         raise UnsupportedArchitecture(
             f"{missing[0]} does not call the attention interface of transformers, where queries and keys are read: "
             "score it without inputs"
@@ -186,21 +161,21 @@ def observe(
                 if uses.count(path) == 1:  # else a later layer attends to keys that were made here
                     latest.pop(path, None)
             mask = tensors.get("decoder_attention_mask" if part == "decoder" else "attention_mask")
-            for seen in _sequences(named[name], call, tokens, mask):
-                see(named[name], seen)
+            for sequence in _sequences(named[name], call, tokens, mask):
+                see(named[name], sequence)
             return proceed(call)
 
         return around
 
     by_module = {site.module: interceptor(site.name, site.part) for site in sites}
-    own = {readable_implementation(site.owner.config) for site in sites}
-    implementation = own.pop() if len(own) == 1 else "sdpa"
-    modules = {path: model.get_submodule(path) for path in dict.fromkeys(uses)}
-    exact = torch.autocast(Subject(model).device.type, enabled=False)
-    with evaluating(model), torch.no_grad(), exact, Watch(modules, enter):
+    implementations = {readable_implementation(site.owner.config) for site in sites}
+    implementation = implementations.pop() if len(implementations) == 1 else "sdpa"
+    modules = {path: subject.model.get_submodule(path) for path in dict.fromkeys(uses)}
+    exact = torch.autocast(subject.device.type, enabled=False)
+    with evaluating(subject.model), torch.no_grad(), exact, Watch(modules, enter):
         interception = intercept(models_around(sites), by_module, role="pool", implementation=implementation)
         try:
-            model(**tensors, **Subject(model).sparing)
+            subject.model(**tensors, **subject.sparing)
         finally:
             interception.remove()
 
@@ -210,7 +185,7 @@ def _sequences(
 ) -> Iterator[LayerTokens]:
     query, key = cast(Tensor, call.query), cast(Tensor, call.key)
     batch, heads, size, head_dim = query.shape
-    inputs = [None if one is None or one.numel() % (batch * size) else one for one in tokens]
+    inputs = [None if token is None or token.numel() % (batch * size) else token for token in tokens]
     if heads != layer.num_heads or key.shape[2] != size or inputs[0] is None or inputs[1] is None:
         raise UnsupportedArchitecture(
             f"{layer.name} has {layer.num_heads} heads, but attended with {heads} heads of {size} queries to "
@@ -263,16 +238,16 @@ def _factored_sums(sides: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     For tables A = Q K^T and B = P L^T, <A, B> = <Q^T P, K^T L> and <A, B^T> = tr((K^T P) (L^T Q)).
     """
     (query, key), (form_query, form_key) = [(q.double(), k.double()) for q, k in sides]
-    found: list[Tensor] = []
+    sums: list[Tensor] = []
     for (q, k), (p, m) in (
         ((query, key), (query, key)),
         ((form_query, form_key), (form_query, form_key)),
         ((query, key), (form_query, form_key)),
     ):
         alone = ((q * k).sum(-1) * (p * m).sum(-1)).sum(-1)  # a token with itself
-        found.append(((q.mT @ p) * (k.mT @ m)).sum((-2, -1)) - alone)
-        found.append(((k.mT @ p) * (q.mT @ m)).sum((-2, -1)) - alone)
-    return torch.stack(found).cpu()
+        sums.append(((q.mT @ p) * (k.mT @ m)).sum((-2, -1)) - alone)
+        sums.append(((k.mT @ p) * (q.mT @ m)).sum((-2, -1)) - alone)
+    return torch.stack(sums).cpu()
 
 
 def _blocked_sums(sides: Sequence[tuple[Tensor, Tensor]], meet: Tensor | None) -> Tensor:
@@ -282,8 +257,9 @@ def _blocked_sums(sides: Sequence[tuple[Tensor, Tensor]], meet: Tensor | None) -
     blocks = [slice(at, min(at + step, size)) for at in range(0, size, step)]
     means = [query.new_zeros(heads, size) for query, _ in sides]
     if meet is not None:
+        weights = meet.to(sides[0][0])
         means = [
-            torch.cat([_row_means(query[:, rows] @ key.mT, meet[rows].to(query)) for rows in blocks], dim=1)
+            torch.cat([((query[:, at] @ key.mT) * weights[at]).sum(-1) for at in blocks], dim=1) / weights.sum(-1)
             for query, key in sides
         ]
     total = torch.zeros(6, heads, dtype=torch.float64)
@@ -300,11 +276,3 @@ def _blocked_sums(sides: Sequence[tuple[Tensor, Tensor]], meet: Tensor | None) -
                     (score, form_back))  # fmt: skip
         total += torch.stack([(a * b).sum((1, 2), dtype=torch.float64).cpu() for a, b in products])
     return total
-
-
-def _row_means(scores: Tensor, weights: Tensor) -> Tensor:
-    return (scores * weights).sum(-1) / weights.sum(-1)
-
-
-def _norms(rows: Tensor, columns: Tensor, gamma: float, mode: Mode) -> Tensor:
-    return from_norms(rows.clamp(min=0).sqrt(), columns.clamp(min=0).sqrt(), gamma, mode)

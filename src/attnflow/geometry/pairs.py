@@ -61,7 +61,8 @@ class PairScores(Result):
         biases, positions and norms.
         """
         form = ((self.form - self.form.T) / 2) * self.meet
-        return form * _over((self.skew * form).sum(), form.square().sum())
+        squares = form.square().sum()
+        return form * torch.where(squares > 0, (self.skew * form).sum() / squares, 0.0)
 
     def rows(self) -> list[Mapping[str, object]]:
         """A row for each pair that meets, the later token as the query."""
@@ -114,39 +115,34 @@ def pairs(
     True
     """
     subject = Subject.of(model)
-    module = subject.model
     layer = integer("layer", layer)
-    layers = [one for one in attention_layers(module) if one.kind == "self" and one.tower in (tower or one.tower,)]
-    chosen = [one for one in layers if one.layer == layer]
+    layers = [place for place in attention_layers(subject) if place.kind == "self" and tower in ("", place.tower)]
+    chosen = [place for place in layers if place.layer == layer]
     if len(chosen) != 1:
-        towers = ", ".join(dict.fromkeys(repr(one.tower) for one in layers))
-        have = f"layers {sorted({one.layer for one in layers})} in towers {towers}"
+        towers = ", ".join(dict.fromkeys(repr(place.tower) for place in layers))
+        have = f"layers {sorted({place.layer for place in layers})} in towers {towers}"
         raise ValueError(f"expected a layer that is there once, got layer {layer} and tower {tower!r}: it has {have}")
     head = None if head is None else integer("head", head, 0, chosen[0].num_heads - 1)
     tensors = subject.read(inputs)
-    found: list[PairScores] = []
+    results: list[PairScores] = []
 
-    def see(one: AttentionLayer, seen: LayerTokens) -> None:
-        size = len(seen.positions)
+    def see(place: AttentionLayer, tokens: LayerTokens) -> None:
+        size = len(tokens.positions)
         if size < 2:
             raise ValueError("a pair needs two tokens, got one: pass at least 2 tokens")
-        meet = torch.ones(size, size, dtype=torch.bool) if seen.meet is None else seen.meet.cpu()
+        meet = torch.ones(size, size, dtype=torch.bool) if tokens.meet is None else tokens.meet.cpu()
         tables: list[Tensor] = []
-        for query, key in seen.sides if head is not None else seen.summed:
+        for query, key in tokens.sides if head is not None else tokens.summed:
             score = (query[head or 0].double() @ key[head or 0].double().T).cpu()
             tables.append(score - (score * meet).sum(-1, keepdim=True) / meet.sum(-1, keepdim=True))
-        name = "decoder_input_ids" if one.tower == "decoder" and "decoder_input_ids" in tensors else "input_ids"
-        ids = tensors[name][0].tolist() if name in tensors else range(int(seen.positions.max()) + 1)
-        named = subject if name in tensors else Subject(module)
-        texts = named.texts(ids[at] for at in seen.positions.tolist())
+        name = "decoder_input_ids" if place.tower == "decoder" and "decoder_input_ids" in tensors else "input_ids"
+        positions = cast("list[int]", tokens.positions.tolist())
+        ids = tensors[name][0].tolist() if name in tensors else None
+        texts = map(str, positions) if ids is None else subject.texts(ids[position] for position in positions)
         meet = meet & ~torch.eye(size, dtype=torch.bool)
-        found.append(PairScores(subject.name, layer, head, tuple(texts), *cast(Any, tables), meet=meet))
+        results.append(PairScores(subject.name, layer, head, tuple(texts), *cast(Any, tables), meet=meet))
 
-    observe(module, chosen, tensors, see)
-    if len(found) != 1:
-        raise ValueError(f"expected one sequence and one call of the layer, got {len(found)}: pass one sequence")
-    return found[0]
-
-
-def _over(numerator: Tensor, denominator: Tensor) -> Tensor:
-    return torch.where(denominator > 0, numerator / torch.where(denominator > 0, denominator, 1.0), 0.0)
+    observe(subject, chosen, tensors, see)
+    if len(results) != 1:
+        raise ValueError(f"expected one sequence and one call of the layer, got {len(results)}: pass one sequence")
+    return results[0]

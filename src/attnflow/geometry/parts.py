@@ -32,11 +32,7 @@ class Parts:
 
 
 def parts_of(stream: ResidualStream, seen: RecordedCall, heads: Sequence[int], at: int, end: int) -> Parts:
-    """Read the queries of heads at one position, and the keys before `end`.
-
-    That is done by products of matrices where the model's path to them is plain, otherwise by differentiation. A pass
-    whose values were not kept is repeated: for the products alone, or with all values.
-    """
+    """Read the queries of heads at one position, and the keys before `end`: by products, or else by differentiation."""
     exact = torch.autocast(seen.call.query.device.type, enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), exact:
         direct = _direct(stream, seen, heads, at, end)

@@ -124,18 +124,13 @@ def published_scores() -> tuple[PublishedScores, ...]:
     text = (files("attnflow.geometry") / "data" / "published.csv").read_text(encoding="utf-8")
     return tuple(
         PublishedScores(
-            row["modality"],
-            row["family"],
-            row["model"],
-            row["hub_name"],
-            row["tower"],
-            row["kind"],
-            row["record_format"],
-            int(row["n_layers"]),
-            int(row["params_total"]),
-            Quartiles(*(float(row[f"sym_{q}"]) for q in ("q25", "median", "q75"))),
-            Quartiles(*(float(row[f"dir_{q}"]) for q in ("q25", "median", "q75"))),
-            _FAULTS[row["fault"]],
+            **{name: row[name] for name in ("modality", "family", "model", "hub_name", "tower", "kind")},
+            record=row["record_format"],
+            num_layers=int(row["n_layers"]),
+            parameters=int(row["params_total"]),
+            symmetry=Quartiles(*(float(row[f"sym_{q}"]) for q in ("q25", "median", "q75"))),
+            directionality=Quartiles(*(float(row[f"dir_{q}"]) for q in ("q25", "median", "q75"))),
+            fault=_FAULTS[row["fault"]],
         )
         for row in csv.DictReader(text.splitlines())
     )

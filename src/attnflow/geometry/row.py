@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from attnflow.models.passes.interception import AttentionCall
 
 _ADDED: Final = ("position_bias", "relative_position_bias", "alibi")
-_UNKNOWN: Final = ("head_mask",)
 _CLOSE: Final = 2e-4  # of the largest value, for what attention put out
 
 
@@ -53,9 +52,8 @@ class ScoreRow:
 
 def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Tensor | None = None) -> ScoreRow:
     module, kwargs = call.module, call.kwargs
-    strange = [name for name in _UNKNOWN if kwargs.get(name) is not None]
-    if strange:
-        raise UnsupportedArchitecture(f"{type(module).__name__} passes {strange[0]} to attention, which is not read")
+    if kwargs.get("head_mask") is not None:
+        raise UnsupportedArchitecture(f"{type(module).__name__} passes head_mask to attention, which is not read")
     group = call.query.shape[1] // call.key.shape[1]
     keys = call.key[0, head // group]
     scaling = call.query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"])

@@ -94,14 +94,14 @@ def score(
     if inputs is not None:
         if isinstance(source, str | os.PathLike):
             raise ValueError(f"inputs need a model in memory, got {source!r}: pass af.load_model({str(source)!r})")
-        used = measure(source, layers, inputs, gamma, mode)
+        used = measure(Subject.of(source), layers, inputs, gamma, mode)
     rows: list[MatrixScores] = []
     for done, layer in enumerate(layers, 1):
         try:
-            found = layer_scores(layer, gamma, mode, per_head)
+            made = layer_scores(layer, gamma, mode, per_head)
             if layer.name in used:
-                found = [replace(row, in_use=one) for row, one in zip(found, used[layer.name], strict=False)]
-            rows += found
+                made = [replace(row, in_use=in_use) for row, in_use in zip(made, used[layer.name], strict=False)]
+            rows += made
         except ValueError as error:
             raise BadCheckpoint(f"{layer.name}: {error}") from error
         if progress is not None:
@@ -177,11 +177,7 @@ def survey(
     config: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> GeometrySurvey:
-    """Score each model once, in the given order, with the arguments of `score`.
-
-    `progress` runs before each model and after each layer, with the next one's name. A wrong gamma, mode or attention
-    raises `ValueError` at once; a model that fails is listed in `unscored`.
-    """
+    """Score each model once, with the arguments of `score`; one that fails is listed in `unscored`."""
     check_reading(gamma, mode)
     check_attention(attention)
     models: list[GeometryScores] = []
@@ -216,20 +212,20 @@ def check_attention(attention: str) -> None:
 def layers_in_memory(model: nn.Module | Loaded, attention: Attention = "self") -> list[AttentionLayer]:
     """List the layers of one kind of attention of a model in memory, even if wrapped for several devices."""
     check_attention(attention)
-    module = Subject.of(model).model
-    if isinstance(module, DataParallel | DistributedDataParallel):
-        module = module.module
-    if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+    subject = Subject.of(model)
+    if isinstance(subject.model, DataParallel | DistributedDataParallel):
+        subject = Subject(subject.model.module)
+    if any(hasattr(parameter, "device_mesh") for parameter in subject.model.parameters()):
         # Reading them is a collective operation: a monitor in one process would wait for the others for ever.
         raise UnsupportedArchitecture(
             "the weights are sharded over devices (DTensor), which geometry does not gather: initialise a model before "
             "sharding it, and score its checkpoints"
         )
-    layers = [layer for layer in attention_layers(module) if attention in ("all", layer.kind)]
+    layers = [layer for layer in attention_layers(subject) if attention in ("all", layer.kind)]
     if not layers:
         raise UnsupportedArchitecture(f"the model has no {attention}-attention to score")
     if any(layer.discovered for layer in layers):
-        _warn_discovered(type(module).__name__)
+        _warn_discovered(subject.kind)
     return layers
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from attnflow._core.results import Result
 from attnflow.geometry.in_use import InUse
@@ -15,6 +15,7 @@ from attnflow.geometry.scores import FormScores, Mode
 from attnflow.models.weights.families.find import Kind, Place
 
 Bands = dict[str, tuple[float, float]]
+_SUMMARISED: Final = ("symmetry", "directionality", "norm")
 
 IGNORED: Final = "biases, rotary position embeddings, layer-norm gains and 1/sqrt(head_dim)"
 ZERO: Final = "zero"  # the matrix is zero: both scores are 0 by definition
@@ -67,18 +68,9 @@ def rows_of(place: Place, scores: FormScores, width: int) -> list[MatrixScores]:
     for head in range(scores.norm.numel()):
         values = {field.name: getattr(scores, field.name).reshape(-1)[head].item() for field in fields(scores)}
         flags = {ZERO: values["norm"] == 0, NOT_SQUARE: math.isnan(values["symmetry"]), DISCOVERED: place.discovered}
-        rows.append(
-            MatrixScores(
-                layer=place.layer,
-                head="all" if full else head,
-                kind=place.kind,
-                tower=place.tower,
-                name=place.name,
-                width=width,
-                flags=tuple(flag for flag, holds in flags.items() if holds),
-                **values,
-            )
-        )
+        marks = tuple(flag for flag, holds in flags.items() if holds)
+        about: dict[str, Any] = {"tower": place.tower, "name": place.name, "flags": marks, "width": width}
+        rows.append(MatrixScores(place.layer, "all" if full else head, place.kind, **values, **about))
     return rows
 
 
@@ -125,21 +117,23 @@ class GeometryScores(Result):
         return iter(self.matrices)
 
     @cached_property
-    def summaries(self) -> tuple[Summary, ...]:
-        """The median and quartiles for each tower and kind: of the full matrices, then of the heads."""
+    def _groups(self) -> dict[tuple[str, Kind, Matrix], list[MatrixScores]]:
         groups: dict[tuple[str, Kind, Matrix], list[MatrixScores]] = {}
         for row in self.matrices:
             groups.setdefault((row.tower, row.kind, "all" if row.head == "all" else "head"), []).append(row)
+        return groups
+
+    @cached_property
+    def summaries(self) -> tuple[Summary, ...]:
+        """The median and quartiles for each tower and kind: of the full matrices, then of the heads."""
         return tuple(
             Summary(
                 *group,
                 count=len(rows),
                 flagged=sum(bool(row.flags) for row in rows),
-                symmetry=Quartiles.of([row.symmetry for row in rows]),
-                directionality=Quartiles.of([row.directionality for row in rows]),
-                norm=Quartiles.of([row.norm for row in rows]),
+                **{name: Quartiles.of([getattr(row, name) for row in rows]) for name in _SUMMARISED},
             )
-            for group, rows in groups.items()
+            for group, rows in self._groups.items()
         )
 
     def extent(self, summary: Summary) -> tuple[int, int]:
@@ -147,8 +141,7 @@ class GeometryScores(Result):
 
         The width is 0 if it is unknown, or if the attention is to another sequence.
         """
-        group = (summary.tower, summary.kind, summary.matrix == "all")
-        rows = [row for row in self.matrices if (row.tower, row.kind, row.head == "all") == group]
+        rows = self._groups.get((summary.tower, summary.kind, summary.matrix), [])
         widths = [row.width for row in rows if not math.isnan(row.symmetry)]
         return (min(widths, default=0) if summary.kind == "self" else 0), len(widths)
 
@@ -186,15 +179,17 @@ class GeometryScores(Result):
 
         If a text was read, the columns of `InUse` follow under names that end in `_in_use`.
         """
-        measured = any(one.in_use is not None for one in self.matrices)
-        found: list[dict[str, object]] = []
-        for one in self.matrices:
-            row: dict[str, object] = {"model": self.model, **asdict(one), "flags": ";".join(one.flags)}
-            del row["in_use"]
-            if measured:
-                row |= {f"{field.name}_in_use": getattr(one.in_use, field.name, math.nan) for field in fields(InUse)}
-            found.append(row)
-        return found
+        in_use = [field.name for field in fields(InUse)] if any(row.in_use for row in self.matrices) else []
+        plain = [field.name for field in fields(MatrixScores) if field.name != "in_use"]
+        return [
+            {
+                "model": self.model,
+                **{name: getattr(row, name) for name in plain},
+                "flags": ";".join(row.flags),
+                **{f"{name}_in_use": getattr(row.in_use, name, math.nan) for name in in_use},
+            }
+            for row in self.matrices
+        ]
 
     def __repr__(self) -> str:
         lines = [
@@ -204,15 +199,8 @@ class GeometryScores(Result):
             of = f"{s.count} layers" if s.matrix == "all" else f"{s.count} heads"
             flagged = f", {s.flagged} flagged" if s.flagged else ""
             lines.append(f"  {s.what}, {of}: symmetry {s.symmetry}, directionality {s.directionality}{flagged}")
-            rows = [
-                row
-                for row in self.matrices
-                if (row.tower, row.kind, row.head == "all") == (s.tower, s.kind, s.matrix == "all")
-            ]
-            used = [row.in_use for row in rows if row.in_use is not None]
-            if used:
-                parts = {
-                    name: Quartiles.of([getattr(one, name) for one in used]) for name in ("symmetry", "directionality")
-                }
-                lines.append("    in use: " + ", ".join(f"{name} {value}" for name, value in parts.items()))
+            if used := [row.in_use for row in self._groups[s.tower, s.kind, s.matrix] if row.in_use is not None]:
+                symmetry = Quartiles.of([scores.symmetry for scores in used])
+                directionality = Quartiles.of([scores.directionality for scores in used])
+                lines.append(f"    in use: symmetry {symmetry}, directionality {directionality}")
         return "\n".join([*lines, f"  not included: {IGNORED}", *(f"  note: {note}" for note in self.notes)])

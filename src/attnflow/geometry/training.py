@@ -15,7 +15,7 @@ from attnflow.geometry.score import layers_in_memory
 from attnflow.geometry.scores import full_symmetry, head_symmetry
 from attnflow.models.subject import Loaded, Subject
 from attnflow.models.weights.attention import AttentionLayer
-from attnflow.models.weights.families.rows import Selected
+from attnflow.models.weights.families.rows import Selected, same
 
 Target = Literal["symmetric", "skew"]
 
@@ -146,7 +146,7 @@ def _initialise(
                 f"{layer.name} has queries or keys that are products of several weights (latent attention), which "
                 "cannot be written uniquely: use af.geometry.penalty for such models"
             )
-        if sign < 0 and layer.query_rows.same(layer.key_rows):
+        if sign < 0 and same(layer.query_rows, layer.key_rows):
             raise UnsupportedArchitecture(f"{layer.name} has one weight for queries and keys, so it is symmetric")
         if sign < 0 and layer.head_dim == 1:
             raise UnsupportedArchitecture(f"{layer.name} has heads of width 1: their only skew-symmetric form is zero")
@@ -180,10 +180,7 @@ def _scaled(weight: Tensor, like: Tensor, name: str, what: str) -> Tensor:
 
 
 def _forms(sign: Literal[1, -1], like: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """Draw forms, [kv_heads, count, head_dim, head_dim]: R R^T, or (P - P^T) / 2, for normal R and P.
-
-    The identity in place of R R^T would make the heads of a group equal.
-    """
+    """Draw forms, [kv_heads, count, head_dim, head_dim]: R R^T (I would make heads equal), or (P - P^T) / 2."""
     kv_heads, _, head_dim, _ = like.shape
     random = torch.randn(kv_heads, count, head_dim, head_dim, generator=generator, device=_device(generator)).to(like)
     return random @ random.mT if sign > 0 else (random - random.mT) / 2

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attnflow.knowledge.reading.attach import attach
     from attnflow.knowledge.reading.duplication import duplicates
     from attnflow.knowledge.reading.entry import entry
+    from attnflow.knowledge.reading.token_writers import writers
     from attnflow.knowledge.reading.trace import trace
     from attnflow.knowledge.reading.usage import activity
 
@@ -42,6 +43,7 @@ __all__ = [
     "from_ffn",
     "to_ffn",
     "trace",
+    "writers",
 ]
 
 
@@ -54,9 +56,11 @@ def _home(name: str) -> object:
         raise MissingExtra("transformers", "hf", "a model that reads a knowledge base")
     from attnflow.knowledge import convert, modular
     from attnflow.knowledge.editing import edit
-    from attnflow.knowledge.reading import attach, entry, trace, usage
+    from attnflow.knowledge.reading import attach, entry, token_writers, trace, usage
 
-    return next(home for home in (attach, convert, edit, entry, modular, trace, usage) if hasattr(home, name))
+    return next(
+        home for home in (attach, convert, edit, entry, modular, token_writers, trace, usage) if hasattr(home, name)
+    )
 
 
 __getattr__, __dir__ = on_demand(__name__, __all__, _home)

@@ -20,23 +20,12 @@ CONSTANT: Final = "constant"  # a threshold that does not depend on entries; mod
 ORDERS: Final = ("query_side", "folded", "naive")
 HIDDEN: Final = 64  # width of the threshold network
 _CACHED: Final = 1 << 20  # bytes of entries in a block: what a core's L2 cache holds
-
-
+_POINTWISE: Final = (functional.relu, functional.gelu, functional.silu)  # a weight depends on its own score only
 Activation = Callable[[Tensor], Tensor]
 
 
 def sparsemax(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens entries"]:
-    """Project the scores onto the probability simplex (Martins and Astudillo, 2016).
-
-    weights = max(score - tau, 0), with tau such that they sum to 1; all but the highest scores get exactly 0.
-
-    The last dimension is normalised. Gradients flow to the entries with a weight above 0.
-
-    Cost: a sort, O(entries log entries) for each token.
-
-    >>> sparsemax(torch.tensor([1.0, 0.8, -1.0]))
-    tensor([0.6000, 0.4000, 0.0000])
-    """
+    """max(score - tau, 0), with tau such that the weights sum to 1 (Martins and Astudillo, 2016)."""
     if not scores.shape[-1]:
         return scores
     # Differences to the highest score, in float32 at least: large scores and half precision would swallow the 1.
@@ -51,14 +40,7 @@ def sparsemax(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*token
 
 
 def softmax_one(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens entries"]:
-    """exp(s_i) / (1 + sum of exp(s_j)): a softmax with one more entry of score 0 and value 0.
-
-    Where all scores are far below 0, the weights sum to nearly 0: an entry that does not match adds nothing (Miller,
-    "Attention is off by one", 2023).
-
-    >>> softmax_one(torch.tensor([0.0, 0.0]))
-    tensor([0.3333, 0.3333])
-    """
+    """exp(s_i) / (1 + sum of exp(s_j)): what does not match adds nothing (Miller, "Attention is off by one", 2023)."""
     if not scores.shape[-1]:
         return scores
     top = scores.detach().amax(dim=-1, keepdim=True).clamp(min=0)
@@ -72,7 +54,6 @@ ACTIVATIONS: Final = MappingProxyType(
 
 
 def named(name: str | Activation) -> Activation:
-    """Return the activation of this name, or the function itself; an unknown name raises `ValueError`."""
     if callable(name):
         return name
     if name not in ACTIVATIONS:
@@ -85,11 +66,7 @@ class ThresholdHidden(nn.Linear):
 
 
 class ThresholdOut(nn.Linear):
-    """Last layer of the threshold network, which starts at zero.
-
-    Scores start with standard deviation d_E ** -0.5. A random bias, shared by all entries, would leave some layers with
-    none active and others with all.
-    """
+    """Last layer of the threshold network: zero at first, as a random bias may leave a layer without active entries."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -264,12 +241,6 @@ class GeneralizedCrossAttention(nn.Module):
         """Return the scores of all entries, query product plus the given thresholds."""
         return self.project_query(hidden) @ entries.T + _spread(thresholds, hidden.ndim)
 
-    def read(
-        self, weights: Float[Tensor, "*tokens heads entries"], entries: Float[Tensor, "entries entry_dim"]
-    ) -> Float[Tensor, "*tokens model_dim"]:
-        """Return (A E) W_V + b2 for weights A of all entries."""
-        return self.write(weights @ entries)
-
     def write(self, read: Float[Tensor, "*tokens heads entry_dim"]) -> Float[Tensor, "*tokens model_dim"]:
         """Map sums of weighted entries, one for each head, to the layer's output: times W_V, plus b2."""
         return _plus(torch.einsum("...he,hed->...d", read, self.value), self.output_bias)
@@ -281,14 +252,10 @@ class GeneralizedCrossAttention(nn.Module):
         thresholds: Float[Tensor, "parts heads entries"],
     ) -> Float[Tensor, "*tokens model_dim"]:
         """Return the layer's output from all entries with the given thresholds, in the "query_side" order."""
-        alone = self.activation in (
-            functional.relu,
-            functional.gelu,
-            functional.silu,
-        )  # a weight depends on its own score only
-        if alone and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        inference = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if inference and self.activation in _POINTWISE:
             return self.write(self._read_in_blocks(hidden, entries, thresholds))
-        return self.read(weigh(self.score(hidden, entries, thresholds), self.activation), entries)
+        return self.write(weigh(self.score(hidden, entries, thresholds), self.activation) @ entries)
 
     def _read_in_blocks(self, hidden: Tensor, entries: Tensor, thresholds: Tensor) -> Tensor:
         """Compute A E in blocks that fit a core's cache: each entry is loaded once for its score and its value."""

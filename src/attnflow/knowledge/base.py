@@ -62,19 +62,14 @@ class KnowledgeBase(nn.Module):
 
 @dataclass(frozen=True)
 class EntryLayout:
-    """The columns of an entry that hold each part of a feed-forward neuron.
-
-    Plain: [w_up | w_down | b_up], d_E = 2d + 1. Gated: [w_gate | w_up | w_down | b_gate | b_up], d_E = 3d + 2. Where
-    layers of several widths share a base, narrower layers have zeros before the thresholds.
-    """
+    """The columns of a neuron: [w_up | w_down | b_up], or gated [w_gate | w_up | w_down | b_gate | b_up]."""
 
     model_dim: int  # d
     gated: bool  # whether there are two keys
-    padding: int = 0  # columns of zeros that the layer does not read
+    padding: int = 0  # columns of zeros before the thresholds, where a wider layer shares the base
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The keys: "up", or "gate" and "up"."""
         return PARTS[self.gated]
 
     @property
@@ -126,10 +121,10 @@ class LayeredKnowledge(KnowledgeBase):
         nn.Module.__init__(self)
         self.layouts = (layouts,) * len(counts) if isinstance(layouts, EntryLayout) else tuple(layouts)
         self._next_id = 0
-        self._num_experts = [0 if isinstance(one, int) else len(one) for one in counts]
+        self._num_experts = [0 if isinstance(count, int) else len(count) for count in counts]
         for name in ("ids", "counts", "experts"):
             self.register_buffer(name, None)
-        layers = [[one] if isinstance(one, int) else list(one) for one in counts]
+        layers = [[count] if isinstance(count, int) else list(count) for count in counts]
         experts = torch.cat(
             [
                 torch.arange(len(rows)).repeat_interleave(torch.tensor(rows)) - int(not number)
@@ -196,15 +191,16 @@ class LayeredKnowledge(KnowledgeBase):
         elif expert is not None:
             raise ValueError(f"layer {layer} has no experts, got expert={expert}: leave it out")
         self._check(entries, [layer] * len(entries))
-        where, old, counts = self.rows(layer, expert).stop, self.entries.detach(), self.counts.clone()
+        where, counts = self.rows(layer, expert).stop, self.counts.clone()
         ids = torch.arange(len(entries), device=self.ids.device) + self._next_id
         counts[layer] += len(entries)
-        rows = torch.cat([old[:where], entries.to(old), old[where:]])
-        tags = self.experts
-        if tags is not None:
-            new = torch.full_like(ids, -1 if expert is None else expert)
-            tags = torch.cat([tags[:where], new, tags[where:]])
-        self.put(rows, torch.cat([self.ids[:where], ids, self.ids[where:]]), counts, tags)
+
+        def joined(old: Tensor, new: Tensor) -> Tensor:
+            return torch.cat([old[:where], new.to(old), old[where:]])
+
+        tags = torch.full_like(ids, -1 if expert is None else expert)
+        tags = None if self.experts is None else joined(self.experts, tags)
+        self.put(joined(self.entries.detach(), entries), joined(self.ids, ids), counts, tags)
         return ids
 
     def update(self, ids: Int[Tensor, " ids"] | Sequence[int], entries: Float[Tensor, "ids entry_dim"]) -> None:
@@ -269,14 +265,14 @@ class LayeredKnowledge(KnowledgeBase):
         form: dict[str, Any] = {"gated": layout.gated, "threshold": "coordinate", "bias": output_bias is not None}
         attention = GeneralizedCrossAttention(width, width, layout.entry_dim, activation=activation, **form)
         attention.to(self.entries)
-        one = torch.eye(width, dtype=self.entries.dtype, device=self.entries.device)
+        identity = torch.eye(width, dtype=self.entries.dtype, device=self.entries.device)
         with torch.no_grad():
             for parameter in attention.parameters():
                 parameter.zero_()
-            attention.query[0] = one * width**0.5
+            attention.query[0] = identity * width**0.5
             for index, part in enumerate(layout.parts):
-                attention.key[index, 0, layout.key(part)] = one
-            attention.value[0, layout.value] = one
+                attention.key[index, 0, layout.key(part)] = identity
+            attention.value[0, layout.value] = identity
             if attention.output_bias is not None:
                 attention.output_bias.copy_(cast(Tensor, output_bias))
         return attention

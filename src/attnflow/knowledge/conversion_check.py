@@ -60,45 +60,32 @@ class Conditions:
 
 
 def conditions(
-    first: Float[Tensor, "model_dim entries"],
-    second: Float[Tensor, "entries model_dim"],
+    keys: Sequence[Float[Tensor, "model_dim entries"]],
+    values: Float[Tensor, "entries model_dim"],
+    thresholds: Sequence[Float[Tensor, " entries"]],
     key_dim: int,
     entry_dim: int,
-    *,
-    thresholds: Float[Tensor, " entries"] | None = None,
-    gate: Float[Tensor, "model_dim entries"] | None = None,
-    gate_thresholds: Float[Tensor, " entries"] | None = None,
 ) -> Conditions:
     """Check whether the weights of act(h W_1 + b_1) W_2 fit cross-attention of given widths (knowledge, sec. 5).
 
+    `keys` and `values` are [W_1] and W_2; `thresholds` is [b_1], or empty without biases.
+
     Entry i folds into neuron i, with the same key, threshold and value. B1 is affine in the entry, as "coordinate" and
     "mlp" thresholds can be. This is possible if and only if rank(W_1) <= d_k and rank([W_1^T | W_2]) <= d_E, less a
-    coordinate if b_1 needs one. It needs none if it lies in the span of the columns of [W_1^T | W_2] and of the
-    constant, as without biases. (Another B1 does not need it wherever neurons with equal rows have equal thresholds.) A
-    gated layer, our extension with two keys and one query, needs the same of [W_gate | W_up], [W_gate^T | W_up^T | W_2]
-    and both thresholds; then `first` and `thresholds` are W_up and b_up.
-
-    This holds for the given weights, not for the function. Other weights may compute the same function at lower ranks:
-    a ReLU neuron does not change if (w, b, v) become (c w, c b, v / c) with c > 0.
-
-    Cost: a singular value decomposition of entries x 2 model_dim (gated: 3 model_dim), in float64.
-
-    >>> _ = torch.manual_seed(0)
-    >>> first, second = torch.randn(4, 16), torch.randn(16, 4)
-    >>> print(conditions(first, second, key_dim=4, entry_dim=8))
-    exact: keys need 4 of d_k = 4 coordinates, entries 8 + 0 of d_E = 8
+    coordinate if b_1 needs one: not if it lies in the span of the columns of [W_1^T | W_2] and of the constant. A gated
+    layer, our extension with two keys and one query, needs the same of [W_gate | W_up], [W_gate^T | W_up^T | W_2] and
+    both thresholds; then `keys` is [W_gate, W_up]. Other weights may compute the same function at lower ranks: a ReLU
+    neuron does not change if (w, b, v) become (c w, c b, v / c) with c > 0.
     """
-    keys = [first] if gate is None else [gate, first]
-    joined = torch.cat([*(key.T for key in keys), second], dim=1)
-    biases = [bias[:, None] for bias in (thresholds, gate_thresholds) if bias is not None]
+    joined = torch.cat([*(key.T for key in keys), values], dim=1)
     constant = torch.ones_like(joined[:, :1])
     free = torch.cat([joined, constant], dim=1)  # what an affine function of the entries can be without more room
-    own = _rank(torch.cat([free, *biases], dim=1)) - _rank(free)
-    values = torch.linalg.svdvals(joined.double())
-    rest = values[max(entry_dim - own, 0) :]
-    residual = float(rest.norm() / values.norm()) if bool(values.any()) else 0.0
-    key_rank = _rank(torch.cat(keys, dim=1))
-    return Conditions(key_rank, _rank(joined), own, key_dim, entry_dim, gate is not None, residual)
+    more = _rank(torch.cat([free, *(bias[:, None] for bias in thresholds)], dim=1)) - _rank(free)
+    spectrum = torch.linalg.svdvals(joined.double())
+    rest = spectrum[max(entry_dim - more, 0) :]
+    residual = float(rest.norm() / spectrum.norm()) if bool(spectrum.any()) else 0.0
+    key_rank = _rank(torch.cat([*keys], dim=1))
+    return Conditions(key_rank, _rank(joined), more, key_dim, entry_dim, len(keys) == 2, residual)
 
 
 def _rank(matrix: Tensor) -> int:
@@ -108,7 +95,7 @@ def _rank(matrix: Tensor) -> int:
 
 @torch.no_grad()
 def verify(
-    model: nn.Module,
+    subject: Subject,
     opened: nn.Module,
     base: LayeredKnowledge,
     paths: Sequence[str],
@@ -116,14 +103,13 @@ def verify(
 ) -> None:
     """Compare a converted copy with its model on `inputs`, or on a few tokens or an image; neither model is changed.
 
-    The tolerance is the larger of two: sqrt(eps) times the change from negating all values, or one rounding of the
-    largest output per layer. Layers that these inputs do not reach are compared alone, on random tokens. The copy's
-    experts get the model's routing, which rounding could otherwise flip.
+    Layers that these inputs do not reach are compared alone, on random tokens. The copy's experts get the model's
+    routing, which rounding could otherwise flip.
     """
-    named = _tokens(model) if inputs is None else dict(inputs)
+    model, kind = subject.model, subject.kind
+    named = _tokens(subject) if inputs is None else dict(inputs)
     main = getattr(model, "main_input_name", "input_ids")
-    such = "" if main in named else f", such as {main}"
-    hint = f"pass check= named inputs that it takes{such}, or check=False"
+    hint = f"pass check= named inputs that it takes{'' if main in named else f', such as {main}'}, or check=False"
     experts = {path: reader for path in paths if isinstance(reader := opened.get_submodule(path), ExpertEntries)}
     given: dict[tuple[str, int], tuple[Any, ...]] = {}
 
@@ -144,16 +130,14 @@ def verify(
         with Watch({path: model.get_submodule(path) for path in experts}, note):
             before = _outputs(model, named)
     except DoesNotRun as error:
-        raise ValueError(
-            f"{type(model).__name__} does not run on the check's {', '.join(named)} ({error.why}): {hint}"
-        ) from error
+        raise ValueError(f"{kind} does not run on the check's {', '.join(named)} ({error.why}): {hint}") from error
     if not any(bool(value.isfinite().any()) for value in before):
-        raise ValueError(f"{type(model).__name__} gives NaN or infinity on the check's tokens: {hint}")
+        raise ValueError(f"{kind} gives NaN or infinity on the check's tokens: {hint}")
     values = [base.entries[base.rows(layer), layout.value] for layer, layout in enumerate(base.layouts)]
     layers = {reader.layer: cast(nn.Module, reader) for reader in opened.modules() if isinstance(reader, LayerReader)}
     ran: set[int] = set()
     with Watch(layers, lambda call: ran.add(call.name)):
-        _compare(type(model).__name__, before, repeated, values, base)
+        _compare(kind, before, repeated, values, base)
     for layer, path in enumerate(paths):
         if layer not in ran:
             draw = torch.Generator().manual_seed(0)
@@ -163,35 +147,34 @@ def verify(
             except DoesNotRun:  # it takes more than tokens
                 continue
             run = partial(_outputs, opened.get_submodule(path), hidden)
-            _compare(f"{type(model).__name__}, {path},", before, run, values, base)
+            _compare(f"{kind}, {path},", before, run, values, base)
 
 
 def _compare(
-    name: str,
-    before: list[Tensor],
-    run: Callable[[], list[Tensor]],
-    values: Sequence[Tensor],
-    base: LayeredKnowledge,
+    name: str, before: list[Tensor], run: Callable[[], list[Tensor]], values: Sequence[Tensor], base: LayeredKnowledge
 ) -> None:
-    """Compare outputs with those of `run`; `run` must also change them once all values are negated."""
+    """Compare outputs with those of `run`, which must move when all values are negated.
+
+    They may differ by sqrt(eps) times that move, or by one rounding of the largest output per layer.
+    """
     finite = [value.isfinite() for value in before]
     after = run()
-    for one in values:
-        one.neg_()  # exact, there and back
+    for value in values:
+        value.neg_()  # exact, there and back
     try:
-        other = run()
+        negated = run()
     finally:
-        for one in values:
-            one.neg_()
+        for value in values:
+            value.neg_()
 
-    def apart(ones: list[Tensor], others: list[Tensor]) -> float:
-        pairs = zip(ones, others, finite, strict=True)
+    def apart(outputs: list[Tensor], others: list[Tensor]) -> float:
+        pairs = zip(outputs, others, finite, strict=True)
         return max(float((a[m] - b[m]).abs().nan_to_num(nan=torch.inf).amax()) for a, b, m in pairs if m.any())
 
     rounding = max(torch.finfo(value.dtype).eps for value in (*before, base.entries))
     rounding = max(rounding, torch.finfo(torch.float32).eps)  # many models compute parts of themselves in float32
     largest = max(float(value[mask].abs().amax()) for value, mask in zip(before, finite, strict=True) if mask.any())
-    moved, differs = apart(other, after), apart(after, before)
+    moved, differs = apart(negated, after), apart(after, before)
     if moved == 0:
         raise UnsupportedArchitecture(
             f"{name} does not use its feed-forward layers: negating their values does not change the outputs "
@@ -209,18 +192,16 @@ def _outputs(model: nn.Module, inputs: Mapping[str, Tensor] | Tensor) -> list[Te
         seed_all(0)
         result: Any = model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
     values = (result,) if isinstance(result, Tensor) else result.values() if isinstance(result, Mapping) else result
-    return [one for one in values if isinstance(one, Tensor) and one.is_floating_point() and one.numel()]
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.numel()]
 
 
-def _tokens(model: nn.Module) -> dict[str, Tensor]:
-    """Choose ordinary token ids that end with the end-of-text token, for encoder and decoder; or noise as an image."""
-    config: Any = getattr(model, "config", None)
-    side = getattr(config, "image_size", None)
-    if getattr(model, "main_input_name", "") == "pixel_values" and side:
+def _tokens(subject: Subject) -> dict[str, Tensor]:
+    config, side = subject.config, getattr(subject.config, "image_size", None)
+    if getattr(subject.model, "main_input_name", "") == "pixel_values" and side:
         draw, frames = torch.Generator().manual_seed(0), getattr(config, "num_frames", None)
         sizes = (getattr(config, "num_channels", 3), *((side, side) if isinstance(side, int) else side))
         pixels = torch.rand(1, *([] if frames is None else [frames]), *sizes, generator=draw)
-        return {"pixel_values": pixels.to(Subject(model).device, getattr(model, "dtype", None))}
+        return {"pixel_values": pixels.to(subject.device, getattr(subject.model, "dtype", None))}
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(config, "vocab_size", None)
     size = size if isinstance(size, int) else 2 * _TOKENS
@@ -228,9 +209,7 @@ def _tokens(model: nn.Module) -> dict[str, Tensor]:
     end = getattr(config, "eos_token_id", None)
     if isinstance(end, int) and 0 <= end < size:
         ids[-1] = end
-    subject = Subject(model)
-    device = subject.device
-    named = {"input_ids": torch.tensor([ids], device=device)}
+    named = {"input_ids": torch.tensor([ids], device=subject.device)}
     if subject.encodes_and_decodes and subject.accepts("decoder_input_ids"):
         named["decoder_input_ids"] = named["input_ids"]
     return named

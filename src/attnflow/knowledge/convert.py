@@ -119,7 +119,7 @@ def from_ffn(
         setattr(opened, _SAVE, _refuse_saving)
     opened.train(model.training)
     if check is not False:
-        verify(model, opened, base, [form.site.name for form in forms], None if check is True else check)
+        verify(subject, opened, base, [form.site.name for form in forms], None if check is True else check)
     return opened
 
 
@@ -148,7 +148,7 @@ def to_ffn(model: Model | Loaded) -> Model:
     delattr(plain, _SITES)
     vars(plain).pop(_SAVE, None)
     config = getattr(plain, "config", None)
-    parts = [one for one in (config, *getattr(config, "__dict__", {}).values()) if isinstance(one, PreTrainedConfig)]
+    parts = [part for part in (config, *getattr(config, "__dict__", {}).values()) if isinstance(part, PreTrainedConfig)]
     for part, name in product(parts, _SIZES if any(old != new for old, new in widths.items()) else ()):
         if (size := getattr(part, name, None)) in widths:
             setattr(part, name, widths[size])
@@ -157,21 +157,18 @@ def to_ffn(model: Model | Loaded) -> Model:
 
 
 def save_entries(model: nn.Module, store: Store, *, name: str, progress: Progress | None = None) -> None:
-    """Insert the entries of a converted model, in float32, under their ids into a store with a column for each layer.
+    """Insert a converted model's entries under their ids, with thresholds 0 in their layer's column and -1e9 in others.
 
-    An embedding is a whole row, and its thresholds are 0 in the column of its layer and -1e9 in all others. To find the
-    entries of a layer that a hidden state h activates, search for [h | 0 | ... | 1 | 0], with 1 at the threshold of the
-    first part, and `threshold_column=layer`. Each batch is written atomically.
+    To find the entries of a layer that a hidden state h activates, search for [h | 0 | ... | 1 | 0], with 1 at the
+    threshold of the first part, and `threshold_column=layer`.
     """
     base = cast(LayeredKnowledge, model.get_submodule(KNOWLEDGE))
     for batch in base.ids.cpu().split(_BATCH):
         layers = base.layer_of(batch)
         thresholds = torch.full((len(batch), base.num_layers), _OTHER_LAYER)
         thresholds[torch.arange(len(batch)), layers] = 0.0
-        sources = [
-            f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
-            for layer, expert in zip(layers, base.expert_of(batch), strict=True)
-        ]
+        owners = zip(layers, base.expert_of(batch), strict=True)
+        sources = [f"layer {layer}{'' if expert is None else f', expert {expert}'}" for layer, expert in owners]
         rows = base.get(batch).float()
         store.insert(ids=batch, embeddings=rows, sources=sources, thresholds=thresholds, encoder=f"from_ffn:{name}")
         if progress is not None:
@@ -220,9 +217,8 @@ def _check_widths(model: nn.Module, form: LayerForm, entry_dim: int | None, key_
     entries = form.entries(model, layout).detach()
     keys = [entries[:, layout.key(part)].T for part in layout.parts]
     biases = [entries[:, layout.threshold(part)] for part in layout.parts]
-    gates = {"gate": keys[0], "gate_thresholds": biases[0]} if layout.gated else {}
     widths = key_dim or layout.model_dim, entry_dim or layout.entry_dim
-    needed = conditions(keys[-1], entries[:, layout.value], *widths, thresholds=biases[-1], **gates)
+    needed = conditions(keys, entries[:, layout.value], biases, *widths)
     raise ValueError(
         f"the first {'gated ' if layout.gated else ''}layer is {needed}. The conversion keeps weights bit for bit with "
         f"key_dim={layout.model_dim} and entry_dim={layout.entry_dim}: pass these or leave them out"

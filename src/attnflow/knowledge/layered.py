@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -40,9 +41,9 @@ class LayerReader(ABC):
         """The number of entries that this layer may read."""
 
     @property
-    @abstractmethod
     def output_bias(self) -> Tensor | None:
-        """b2, [model_dim], or None."""
+        """b2, [model_dim]; None also for experts, where it depends on the router."""
+        return None
 
     def every(self) -> Int[Tensor, " entries"]:
         return torch.arange(self.num_entries)
@@ -66,6 +67,10 @@ class LayerReader(ABC):
     def added(self, output: Tensor) -> Float[Tensor, "*tokens model_dim"]:
         return output
 
+    def received(self, gradient: Tensor) -> Float[Tensor, "*tokens model_dim"]:
+        """The gradient by what the layer adds to each token, from that by its output."""
+        return gradient
+
     def error_bound(self, reading: LayerReading) -> Float[Tensor, " tokens"]:
         """Bound the Euclidean distance of this layer's output of each token from the output of reading all entries.
 
@@ -86,6 +91,22 @@ def readers(model: nn.Module) -> list[LayerReader]:
     if not layers:
         raise ValueError(f"{type(model).__name__} reads no knowledge base: call af.knowledge.from_ffn(model)")
     return layers
+
+
+def numbering(model: nn.Module) -> dict[LayerReader, tuple[int, int]]:
+    """For each layer that reads entries: the number of the model's layer, and that of its first entry within it.
+
+    Several readers of one layer, such as experts and shared experts, are numbered one after another.
+    """
+    taken: dict[str, int] = {}
+    places: dict[LayerReader, tuple[int, int]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LayerReader):
+            layer = re.match(r"(.*?\.(\d+))(?:\.|$)", path)
+            key, number = (path, module.layer) if layer is None else (layer[1], int(layer[2]))
+            places[module] = number, taken.get(key, 0)
+            taken[key] = taken.get(key, 0) + module.num_entries * len(module.values(module.every()[:1]))
+    return places
 
 
 @contextmanager
@@ -115,16 +136,15 @@ class SharedReader(KnowledgeReader, LayerReader):
     @property
     def num_entries(self) -> int:
         now = self.current()
-        return len(now) if isinstance(now, Tensor) else now.num_entries
+        return len(now if isinstance(now, Tensor) else now.store)
 
     @property
     def output_bias(self) -> Tensor | None:
-        """b2."""
         return self.attention.output_bias
 
     def every(self) -> Int[Tensor, " entries"]:
         now = self.current()
-        return super().every() if isinstance(now, Tensor) else now.ids()
+        return super().every() if isinstance(now, Tensor) else now.store.ids()
 
     def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Return the positions: rows of E are their own ids, and positions in a source are ids."""
@@ -222,11 +242,9 @@ class EntryValues(LayerEntries):
 
     @property
     def output_bias(self) -> Tensor | None:
-        """b2."""
         return self.bias
 
     def forward(self, weights: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens model_dim"]:
-        """Return sum of weight_e value_e + b2, without a copy of the entries."""
         if self.observer is not None:
             scores = torch.stack([self.scored.pop(part) for part in self.layout.parts])
             self.observe(None, scores, weights.detach())
@@ -243,19 +261,17 @@ class EntryScores(nn.Module):
         object.__setattr__(self, "values", values)  # not a child: it is a module of the layer
         self.layer, self.parts = values.layer, tuple(parts)
 
-    @property
+    @property  # some model code asks for its dtype
     def weight(self) -> Float[Tensor, "out model_dim"]:
-        """The keys as the weight of a linear map; some model code asks for its dtype."""
         return torch.cat([self.values.entries[:, self.values.layout.key(part)] for part in self.parts])
 
     def forward(self, hidden: Float[Tensor, "*tokens model_dim"]) -> Float[Tensor, "*tokens entries"]:
-        """Score all entries of the layer, without a copy of them."""
         entries, layout = self.values.entries, self.values.layout
         scores = [
             functional.linear(hidden, entries[:, layout.key(p)], entries[:, layout.threshold(p)]) for p in self.parts
         ]
         if self.values.observer is not None:
-            self.values.scored.update(zip(self.parts, (one.detach() for one in scores), strict=True))
+            self.values.scored.update(zip(self.parts, (score.detach() for score in scores), strict=True))
         return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
 
 
@@ -270,24 +286,22 @@ class _Routed:
 
 
 class ExpertEntries(LayerEntries):
-    """Replaces the module that held a layer's experts: y = sum_x r_x (sum_e weight_e value_e + b2_x).
+    """A layer's experts: y = sum over chosen x of r_x (sum_e weight_e value_e + b2_x), with the router's weights r.
 
-    x runs over the chosen experts, e over the entries of x; r is the router's weight. The activation and b2 remain
-    those of the model's module, `own`. Llama 4 multiplies the tokens by r before the experts, so scores contain r.
+    The activation and b2 are those of the model's module, `own`. In Llama 4 scores contain r.
     """
 
     def __init__(self, base: LayeredKnowledge, layer: int, form: PackedExperts, own: nn.Module) -> None:
         super().__init__(base, layer)
         self.form, self.own = form, own
 
-    @property
-    def output_bias(self) -> Tensor | None:
-        """None, because the bias of an expert's output depends on the router."""
-        return None
-
     def added(self, output: Tensor) -> Float[Tensor, "*tokens model_dim"]:
         """Sum over the experts, for models that do this after the module."""
         return output.unflatten(0, (self.form.num_experts, -1)).sum(dim=0) if self.form.sorted else output
+
+    def received(self, gradient: Tensor) -> Float[Tensor, "*tokens model_dim"]:
+        """The gradient of one expert's rows: they are summed, so that all are the same."""
+        return gradient.unflatten(0, (self.form.num_experts, -1))[0] if self.form.sorted else gradient
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "*tokens model_dim"]:
         given = inspect.signature(self.own.forward).bind(*args, **kwargs).arguments.values() if kwargs else args
@@ -297,25 +311,22 @@ class ExpertEntries(LayerEntries):
             places = self.form.num_experts if self.form.sorted else routing[0].shape[-1]
             self._observe(routed, hidden.shape[:-1].numel() // (places if self.form.sorted else 1), places)
         if self.form.sorted:
-            return torch.cat([self._written(one) for one in routed]).view(hidden.shape)
+            return torch.cat([self._written(share) for share in routed]).view(hidden.shape)
         written = torch.zeros_like(hidden).flatten(0, -2)
-        for one in routed:
-            written.index_add_(0, one.tokens, (self._written(one) * one.routing).to(written.dtype))
+        for share in routed:
+            written.index_add_(0, share.tokens, (self._written(share) * share.routing).to(written.dtype))
         return written.view(hidden.shape)
 
     def _routed(self, hidden: Tensor, index: Tensor | None = None, routing: Tensor | None = None) -> Iterator[_Routed]:
-        """Yield each expert with its tokens: those that chose it, by `index` and `routing`.
-
-        Without them every expert has all tokens, which are already multiplied by the router's weight.
-        """
+        """Yield each expert with the tokens that chose it; without an `index` every expert has all tokens, times r."""
         number, tokens, layout = self.form.num_experts, hidden.flatten(0, -2), self.layout
         if self.form.sorted or index is None or routing is None:
-            every = tokens.unflatten(0, (number, -1))
-            rows = torch.arange(every.shape[1], device=hidden.device)
-            parts = ((i, rows, torch.full_like(rows, i), one.new_ones(1, 1), one) for i, one in enumerate(every))
+            blocks = tokens.unflatten(0, (number, -1))
+            rows = torch.arange(blocks.shape[1], device=hidden.device)
+            parts = ((i, rows, torch.full_like(rows, i), block.new_ones(1, 1), block) for i, block in enumerate(blocks))
         else:
             index, shares = index.flatten(0, -2), routing.flatten(0, -2)
-            parts = ((i, one, at, shares[one, at, None], tokens[one]) for i, one, at in by_expert(index, number))
+            parts = ((i, rows, at, shares[rows, at, None], tokens[rows]) for i, rows, at in by_expert(index, number))
         for expert, rows, places, share, inputs in parts:
             entries = self.base.entries[self.base.rows(self.layer, expert)]
             scores = [
@@ -324,22 +335,23 @@ class ExpertEntries(LayerEntries):
             ]
             yield _Routed(expert, rows, places, share, scores, self.form.weigh(self.own, scores))
 
-    def _written(self, one: _Routed) -> Tensor:
+    def _written(self, share: _Routed) -> Tensor:
         """Compute an expert's output before the router's weight."""
-        values = self.base.entries[self.base.rows(self.layer, one.expert), self.layout.value]
+        values = self.base.entries[self.base.rows(self.layer, share.expert), self.layout.value]
         bias = self.form.output_bias(self.own)
-        return functional.linear(one.weights, values.T, None if bias is None else bias[one.expert])
+        return functional.linear(share.weights, values.T, None if bias is None else bias[share.expert])
 
     def _observe(self, routed: list[_Routed], tokens: int, places: int) -> None:
         """Give the observer a table [tokens, places * entries of an expert], with -1 where an expert has fewer."""
         like = routed[0].weights if routed else self.base.entries
-        shape = (tokens, places, max((one.weights.shape[1] for one in routed), default=0))
+        shape = (tokens, places, max((share.weights.shape[1] for share in routed), default=0))
         rows = torch.full(shape, -1, device=like.device)
         weights, scores = like.new_zeros(shape), like.new_zeros(len(self.layout.parts), *shape)
-        for one in routed:
-            count = one.weights.shape[1]
-            first = self.base.rows(self.layer, one.expert).start - self.base.rows(self.layer).start
-            rows[one.tokens, one.places, :count] = torch.arange(first, first + count, device=like.device)
-            weights[one.tokens, one.places, :count] = (one.weights * one.routing).detach().to(like)
-            scores[:, one.tokens, one.places, :count] = torch.stack(one.scores).detach().to(like)
+        for share in routed:
+            count = share.weights.shape[1]
+            first = self.base.rows(self.layer, share.expert).start - self.base.rows(self.layer).start
+            at = share.tokens, share.places, slice(count)
+            rows[at] = torch.arange(first, first + count, device=like.device)
+            weights[at] = (share.weights * share.routing).detach().to(like)
+            scores[:, *at] = torch.stack(share.scores).detach().to(like)
         self.observe(rows.flatten(1), scores.flatten(2), weights.flatten(1))

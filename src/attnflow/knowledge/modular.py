@@ -134,21 +134,13 @@ class ModularReader(SharedReader):
     model: ModularModel
 
     def __init__(self, layer: int, config: ModularConfig, model: ModularModel) -> None:
-        attention = GeneralizedCrossAttention(
-            config.hidden_size,
-            config.key_dim,
-            config.entry_dim,
-            num_heads=config.num_knowledge_heads,
-            activation=config.knowledge_activation,
-            gated=config.gated,
-            threshold=config.threshold,
-        )
+        sizes = config.hidden_size, config.key_dim, config.entry_dim, config.num_knowledge_heads
+        attention = GeneralizedCrossAttention(*sizes, config.knowledge_activation, config.gated, config.threshold)
         few = config.entries_per_token
         super().__init__(layer, attention, None if few is None else Retrieval(k=few, search="exact"))
         object.__setattr__(self, "model", model)  # not a child, which would make a cycle of modules
 
     def current(self) -> Tensor | EntrySource:
-        """The source if there is one, else the model's base."""
         return self.model.read_from(None)
 
 
@@ -167,15 +159,12 @@ class ModularBlock(GradientCheckpointingLayer):
         return cast(Tensor, super().__call__(hidden_states, entries, **kwargs))
 
     def forward(self, hidden_states: Tensor, entries: Entries, **kwargs: Any) -> Tensor:
-        """Return the tokens after this block."""
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.reader(self.post_attention_layernorm(hidden_states), entries)
 
 
 class ModularPreTrainedModel(LlamaPreTrainedModel):
-    """Shared config and initialisation of the modular models."""
-
     config_class = ModularConfig
     _no_split_modules = ["ModularBlock"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": ModularBlock, "attentions": LlamaAttention}  # noqa: RUF012
@@ -211,7 +200,6 @@ class ModularModel(ModularPreTrainedModel, LlamaModel):
         return super().forward(*args, **kwargs)
 
     def read_from(self, entries: Entries | None) -> Entries:
-        """Return the given entries, otherwise the source, otherwise E."""
         if entries is None:
             return self.knowledge() if self.source is None else self.source
         if not isinstance(cast(object, entries), Tensor | EntrySource):

@@ -43,12 +43,7 @@ Observer = Callable[[LayerReading], None]
 
 
 class KnowledgeReader(nn.Module):
-    """Generalized cross-attention of one layer to entries that all layers share.
-
-    >>> reader = KnowledgeReader(0, GeneralizedCrossAttention(8, 4, 6), Retrieval(k=2))
-    >>> reader(torch.zeros(1, 3, 8), torch.zeros(5, 6)).shape
-    torch.Size([1, 3, 8])
-    """
+    """Generalized cross-attention of one layer to entries that all layers share."""
 
     def __init__(self, layer: int, attention: GeneralizedCrossAttention, retrieval: Retrieval | None = None) -> None:
         super().__init__()
@@ -56,11 +51,9 @@ class KnowledgeReader(nn.Module):
         self.attention = attention
         self.retrieval = retrieval
         self.observer: Observer | None = None
-
-    @property
-    def columns(self) -> int:
-        """Threshold columns that this layer needs in a source: parts x heads, or 0 if thresholds are constant."""
-        return 0 if self.attention.threshold == CONSTANT else self.attention.parts * self.attention.num_heads
+        # Threshold columns that this layer needs in a source, and the first of them.
+        self.columns = 0 if attention.threshold == CONSTANT else attention.parts * attention.num_heads
+        self._first_column = layer * self.columns
 
     def threshold_columns(self, entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"]:
         if not self.columns:
@@ -70,19 +63,17 @@ class KnowledgeReader(nn.Module):
     def forward(
         self, hidden: Float[Tensor, "*tokens model_dim"], source: Float[Tensor, "entries entry_dim"] | EntrySource
     ) -> Float[Tensor, "*tokens model_dim"]:
-        """Return what the entries of E, or of a source, add to each token.
+        """Return what E, or a source with this layer's thresholds from column layer * columns on, adds to each token.
 
-        A source holds this layer's thresholds from column layer * columns on. Gradients reach E and the threshold
-        network only if `source` is a tensor; otherwise they reach the queries and the values that were read. Wrong
-        widths raise `ValueError`, as does an approximate search of a tensor, which has no index.
+        Gradients reach E and the threshold network only if `source` is a tensor.
         """
         if isinstance(source, Tensor):
             return self._from_tensor(hidden, source)
         self.attention.check(hidden)
         queries = hidden.shape[:-1].numel() * self.attention.num_heads
-        if self.retrieval is not None and not self.retrieval.reads_all(source.num_entries, queries, copied=True):
+        if self.retrieval is not None and not self.retrieval.reads_all(len(source.store), queries, copied=True):
             return self._from_source(hidden, source, self.retrieval)
-        return self._read_all(hidden, *self._everything(source))
+        return self._read_all(hidden, *self.split(source.rows().to(self.attention.query)))
 
     def error_bound(
         self, reading: LayerReading, source: Float[Tensor, "entries entry_dim"] | EntrySource
@@ -98,23 +89,13 @@ class KnowledgeReader(nn.Module):
         name = next((name for name, function in ACTIVATIONS.items() if function is attention.activation), "")
         if attention.gated or name not in BOUNDED:
             raise ValueError(f"an error bound needs the activation {', '.join(BOUNDED)} and no gate, unlike this layer")
-        blocks = self._everything(source)[0].detach().split(_BLOCK)
-        norms = [torch.einsum("ne,hed->hnd", block, attention.value.detach()).norm(dim=-1).amax(-1) for block in blocks]
+        entries = source if isinstance(source, Tensor) else self.split(source.rows().to(attention.query))[0]
+        blocks, values = entries.detach().split(_BLOCK), attention.value.detach()
+        norms = [torch.einsum("ne,hed->hnd", block, values).norm(dim=-1).amax(-1) for block in blocks]
         size = torch.stack(norms).amax(dim=0)
         bound = reading.certificate.error_bound(1.0, name).to(size.device).view(-1, attention.num_heads)
         # Infinity times 0 is 0 here: entries with values of norm 0 add nothing.
         return torch.where(size > 0, bound * size, 0).sum(dim=-1)
-
-    @property
-    def _first_column(self) -> int:
-        return self.layer * self.columns
-
-    def _everything(self, source: Tensor | EntrySource) -> tuple[Tensor, Tensor]:
-        """Return E and this layer's thresholds [parts, heads, entries]."""
-        attention = self.attention
-        if isinstance(source, Tensor):
-            return source, attention.thresholds(source)
-        return self.split(source.rows().to(attention.query))
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Split rows of a source into entries and this layer's thresholds [parts, heads, entries]."""
@@ -160,31 +141,30 @@ class KnowledgeReader(nn.Module):
             chosen = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, rows, True)
         weights = self._weigh(scores, chosen)
         if training:  # these weights bit for bit, with the gradient of those of all entries
-            every = weigh(scores, attention.activation)
-            weights = weights.detach() + (every - every.detach())
-        return attention.read(weights, entries)
+            of_all = weigh(scores, attention.activation)
+            weights = weights.detach() + (of_all - of_all.detach())
+        return attention.write(weights @ entries)
 
     def _from_source(self, hidden: Tensor, source: EntrySource, retrieval: Retrieval) -> Tensor:
         attention, heads = self.attention, self.attention.num_heads
         shape = (*hidden.shape[:-1], heads)
         queries = attention.project_query(hidden).reshape(attention.parts, -1, heads, attention.entry_dim)
-        asked, first = queries[0].detach(), self._first_column
+        ranking, first = queries[0].detach(), self._first_column
         answers = [
-            source.read(asked[:, head], *((retrieval, first + head) if self.columns else (self._without(head), None)))
+            source.read(ranking[:, head], *((retrieval, first + head) if self.columns else (self._without(head), None)))
             for head in range(heads)
         ]
         self._check_width(cast(Tensor, answers[0].rows).shape[-1])
-        most = max(one.ids.shape[1] for one in answers)
-        ids = torch.stack([_padded(one.ids, most, -1) for one in answers], dim=1).to(hidden.device)
-        rows = torch.stack([_padded(cast(Tensor, one.rows), most, 0) for one in answers], dim=1).to(hidden)
+        most = max(answer.ids.shape[1] for answer in answers)
+        ids = torch.stack([_padded(answer.ids, most, -1) for answer in answers], dim=1).to(hidden.device)
+        rows = torch.stack([_padded(cast(Tensor, answer.rows), most, 0) for answer in answers], dim=1).to(hidden)
         vectors, columns = rows[..., : attention.entry_dim], rows[..., attention.entry_dim :]
         if self.columns:
-            here = columns[..., first:][..., : self.columns].unflatten(-1, (attention.parts, heads))
-            own = torch.stack([here[:, head, ..., head] for head in range(heads)], dim=1)  # [tokens, heads, k, parts]
-            own = own.movedim(-1, 0)
+            columns = columns[..., first:][..., : self.columns].unflatten(-1, (attention.parts, heads))
+            thresholds = columns.diagonal(dim1=1, dim2=-1).permute(2, 0, 3, 1)  # [parts, tokens, heads, k]
         else:
-            own = attention.constant[:, None, :, None]
-        scores = torch.einsum("pthe,thke->pthk", queries, vectors) + own
+            thresholds = attention.constant[:, None, :, None]
+        scores = torch.einsum("pthe,thke->pthk", queries, vectors) + thresholds
         weights = self._weigh(scores, ids >= 0)
         if self.observer is not None:
             read = LayerReading(
@@ -192,7 +172,7 @@ class KnowledgeReader(nn.Module):
                 ids.view(*shape, most),
                 scores.view(len(scores), *shape, most),
                 weights.view(*shape, most),
-                Certificate.joined([one.certificate for one in answers]),
+                Certificate.joined([answer.certificate for answer in answers]),
             )
             self.observer(read)
         return attention.write((weights.unsqueeze(-2) @ vectors).squeeze(-2)).view(hidden.shape)
@@ -210,7 +190,7 @@ class KnowledgeReader(nn.Module):
         scores = self.attention.score(hidden, entries, thresholds)
         weights = weigh(scores, self.attention.activation)
         self.observer(LayerReading(self.layer, None, scores, weights))
-        return self.attention.read(weights, entries)
+        return self.attention.write(weights @ entries)
 
     def _retrieved(self, scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Compute scores and weights at rows, where -1 means no entry."""
@@ -218,7 +198,6 @@ class KnowledgeReader(nn.Module):
         return best, self._weigh(best, rows >= 0)
 
     def _weigh(self, scores: Tensor, present: Tensor) -> Tensor:
-        """Return the weights, with 0 for padding."""
         lowest = torch.finfo(scores.dtype).min / 4  # finite: GELU of minus infinity is not a number
         return weigh(scores.masked_fill(~present, lowest), self.attention.activation).masked_fill(~present, 0)
 

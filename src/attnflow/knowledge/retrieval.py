@@ -15,7 +15,19 @@ from torch.nn import functional
 from attnflow._core.checks import integer
 from attnflow._core.markup import plural
 
-BOUNDED: Final = ("relu", "gelu", "silu")  # activations whose weight the k-th score bounds
+
+def _gelu(scores: Tensor) -> Tensor:
+    """GELU by erfc, which keeps its digits far below zero, where 1 + erf loses them."""
+    return scores * torch.special.erfc(scores / -math.sqrt(2)) / 2
+
+
+# Activations whose weight the k-th score bounds, with score and depth of their only minimum, where the slope is zero:
+# of gelu, Phi(s) + s phi(s) = 0; of silu, s + 1 + exp(s) = 0, and its depth is -(s + 1).
+BOUNDED: Final = {
+    "relu": (functional.relu, 0.0, 0.0),
+    "gelu": (_gelu, -0.7517915246935644, 0.16997120747990369),
+    "silu": (functional.silu, -1.2784645427610737, 0.2784645427610737),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,18 +55,15 @@ class Certificate:
 
     @classmethod
     def joined(cls, certificates: Sequence[Certificate]) -> Certificate:
-        """Join the certificates of several searches with equally many queries into one, flattened query by query.
-
-        If entries were added or deleted between the searches, it counts the largest number, so its bounds hold for all.
-        """
-        counts = {one.k for one in certificates if isinstance(one.k, int)}
-        alike = len(counts) == 1 and all(isinstance(one.k, int) for one in certificates)
-        active = [one.active for one in certificates if one.active is not None]
+        """Join certificates of equally many queries, query by query; the largest total keeps the bounds after edits."""
+        k = certificates[0].k
+        alike = isinstance(k, int) and all(isinstance(other.k, int) and other.k == k for other in certificates)
+        active = [part.active for part in certificates if part.active is not None]
         return cls(
-            any(one.approximate for one in certificates),
-            counts.pop() if alike else _side_by_side([one._retrieved() for one in certificates]),
-            max(one.total for one in certificates),
-            _side_by_side([one.last for one in certificates]),
+            any(part.approximate for part in certificates),
+            k if alike else _side_by_side([part._retrieved() for part in certificates]),
+            max(part.total for part in certificates),
+            _side_by_side([part.last for part in certificates]),
             _side_by_side(active) if len(active) == len(certificates) else None,
         )
 
@@ -103,8 +112,7 @@ class Certificate:
         if activation not in BOUNDED:
             raise ValueError(
                 f'activation must be "relu", "gelu" or "silu", got {activation!r}: for others the k-th score gives no '
-                "bound "
-                "(sparsemax normalises over all entries; a gate multiplies the weight)"
+                "bound (sparsemax normalises over all entries; a gate multiplies the weight)"
             )
         norm = float(value_norm)
         if not (math.isfinite(norm) and norm >= 0):
@@ -112,9 +120,10 @@ class Certificate:
         last = self.last.double()
         if self.approximate:
             return torch.full_like(last, math.inf)
-        above, below = last.clamp(min=0), last.clamp(min=torch.finfo(last.dtype).min, max=0)
-        weight = above if activation == "relu" else _SMOOTH[activation](above)
-        depth = torch.zeros_like(last) if activation == "relu" else _depth(activation, below)
+        function, place, deepest = BOUNDED[activation]
+        below = last.clamp(min=torch.finfo(last.dtype).min, max=0)
+        weight = function(last.clamp(min=0))
+        depth = torch.where(below < place, function(below).abs(), deepest)  # |act| rises up to the minimum, then falls
         if self.active is None:
             return self.left_out * torch.maximum(weight, depth) * norm
         active = self._left_out_active()
@@ -168,26 +177,6 @@ class Neighbours:
 
 def _side_by_side(values: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(values), dim=-1).flatten()
-
-
-def _depth(activation: str, scores: Float[Tensor, "*queries"]) -> Float[Tensor, "*queries"]:
-    """sup of |act(s)| over s <= score, for scores <= 0: |act| rises with s up to the minimum of act, then falls."""
-    place, depth = _MINIMA[activation]
-    return torch.where(scores < place, _SMOOTH[activation](scores).abs(), depth)
-
-
-def _gelu(scores: Tensor) -> Tensor:
-    """GELU by erfc, which keeps its digits far below zero, where 1 + erf loses them."""
-    return scores * torch.special.erfc(scores / -math.sqrt(2)) / 2
-
-
-_SMOOTH: Final = {"gelu": _gelu, "silu": functional.silu}
-# Score and depth of the only minimum of each, where its slope is zero: of gelu, Phi(s) + s phi(s) = 0; of silu
-# s + 1 + exp(s) = 0, and its depth is -(s + 1).
-_MINIMA: Final = {
-    "gelu": (-0.7517915246935644, 0.16997120747990369),
-    "silu": (-1.2784645427610737, 0.2784645427610737),
-}
 
 
 Search = Literal["auto", "dense", "exact", "approximate"]

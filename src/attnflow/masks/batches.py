@@ -116,12 +116,8 @@ class MaskGrid:
 
     def __getitem__(self, place: tuple[int, int]) -> Mask:
         """The mask of a sequence and a head, without padding: `grid[b, h]`."""
-        b, h = place
-        batch, heads, _, _ = self.shape
-        b, h = (
-            0 if size == 1 else checks.integer(name, i, 0, size - 1)
-            for name, i, size in (("b", b, batch), ("h", h, heads))
-        )
+        places = zip(("b", "h"), place, self.shape, strict=False)
+        b, h = (0 if size == 1 else checks.integer(name, index, 0, size - 1) for name, index, size in places)
         return self.masks[b][h]
 
     def __repr__(self) -> str:
@@ -183,9 +179,9 @@ def batch(masks: Iterable[Mask | MaskGrid], size: int | None = None) -> MaskGrid
         size = checks.size("size", size)
         if any(shape[0] != shape[1] for shape in shapes):
             raise ValueError("size is for square masks; those of a batch with other ones are padded to the largest")
-        if queries > size:
-            number = next(i for i, shape in enumerate(shapes) if shape[0] > size)
-            raise ValueError(f"sequence {number} has {shapes[number][0]} positions, more than size={size}")
+        for number, (length, _) in enumerate(shapes):
+            if length > size:
+                raise ValueError(f"sequence {number} has {length} positions, more than size={size}")
         queries = keys = size
     return MaskGrid(tuple(row * (heads // len(row)) for row in rows), queries, keys)
 
@@ -230,11 +226,9 @@ def _row(mask: object, number: int) -> tuple[Mask, ...]:
 
 
 def _padded(mask: Mask, num_queries: int, num_keys: int) -> Mask:
-    """Adds pad positions at the end: they attend to themselves alone, or to nothing if the mask is not square."""
     rows, rank = mask.numbered_keys()
     extra = np.arange(mask.num_queries, num_queries, dtype=np.int64)
-    at = np.arange(len(extra))
-    pads = (at, extra, extra + (mask.num_queries == mask.num_keys))
+    pads = np.arange(len(extra)), extra, extra + (mask.num_queries == mask.num_keys)
     below = IntervalRows.of(len(extra), num_keys, pads)
     if rank is not None:
         rank = np.concatenate([rank, np.arange(mask.num_keys, num_keys)])

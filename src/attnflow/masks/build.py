@@ -195,10 +195,7 @@ def from_block_mask(block_mask: BlockMask) -> Mask | MaskGrid:
 
 
 def computed_pairs(block_mask: BlockMask) -> Tensor:
-    """bool [batch, heads, queries, keys] that FlexAttention computes: full blocks, partial ones under `mask_mod`.
-
-    A block that is listed twice counts as partial. Cost: the dense mask in memory.
-    """
+    """bool [batch, heads, queries, keys] that FlexAttention computes; a block that is listed twice is partial."""
     from torch.nn.attention.flex_attention import create_mask
 
     (queries, keys), (tall, wide) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
@@ -226,7 +223,6 @@ def _listed(counts: Tensor, indices: Tensor, columns: int) -> npt.NDArray[np.int
 
 
 def _relation(block_mask: BlockMask, states: npt.NDArray[np.int64], place: tuple[int, int], free: bool) -> IntervalRows:
-    """The pairs computed for one sequence and head; raises if a block contradicts `mask_mod`."""
     num_queries, num_keys = block_mask.seq_lengths
     q_block, k_block = block_mask.BLOCK_SIZE
     device = block_mask.kv_indices.device

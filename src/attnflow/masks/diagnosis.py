@@ -34,38 +34,23 @@ _PER_MISTAKE: Final = 6  # pairs of two tokens that a mask must have for each pa
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that looks wrong.
+    """One thing that looks wrong."""
 
-    Attributes:
-        kind: "empty", "diagonal", "inverted", "transposed" or "nearly".
-        message: what is wrong, and its effect.
-        pairs: the first pairs (query, key) that show it.
-    """
-
-    kind: str
-    message: str
-    pairs: tuple[tuple[int, int], ...] = ()
+    kind: str  # "empty", "diagonal", "inverted", "transposed" or "nearly"
+    message: str  # what is wrong, and its effect
+    pairs: tuple[tuple[int, int], ...] = ()  # the first pairs (query, key) that show it
 
 
 @dataclass(frozen=True)
 class Diagnosis(Result):
-    """The diagnosis of a mask you were given: what it is, what looks wrong, and which kernels can take it.
-
-    Attributes:
-        num_queries: rows.
-        num_keys: columns.
-        allowed_pairs: number of pairs that are allowed.
-        same_as: the mask of the catalogue that it equals, or None.
-        findings: everything that looks wrong.
-        formats: the formats of `masks.export` that can express it.
-    """
+    """The diagnosis of a mask you were given: what it is, what looks wrong, and which kernels can take it."""
 
     num_queries: int
     num_keys: int
     allowed_pairs: int
-    same_as: str | None
+    same_as: str | None  # the mask of the catalogue that it equals
     findings: tuple[Finding, ...]
-    formats: tuple[str, ...]
+    formats: tuple[str, ...]  # those of `masks.export` that can express it
 
     @property
     def ok(self) -> bool:
@@ -78,9 +63,7 @@ class Diagnosis(Result):
 
     def __str__(self) -> str:
         count = len(self.findings)
-        verdict = (
-            f"{plural(count, 'thing')} {'looks' if count == 1 else 'look'} wrong" if count else "nothing looks wrong"
-        )
+        verdict = f"{plural(count, 'thing')} look{'s' * (count == 1)} wrong" if count else "nothing looks wrong"
         lines = [
             ("queries x keys", f"{self.num_queries:,} x {self.num_keys:,}"),
             ("allowed pairs", f"{self.allowed_pairs:,} of {self.num_queries * self.num_keys:,}"),
@@ -94,14 +77,7 @@ class Diagnosis(Result):
 
 
 def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> Mask:
-    """Reads a mask from a file; raises ValueError if the file holds none.
-
-    Args:
-        path: a `.json` file as for `af.masks.from_json`, or "-" for standard input; or `.npy`, `.pt`, `.safetensors`
-            with one tensor [queries, keys] after at most two leading axes: bools or 0 and 1 (1 allows), or additive
-            floats (0 allows).
-        masked_true: whether True or 1 forbids instead.
-    """
+    """Reads a mask from JSON ("-": standard input) or one tensor; `masked_true`: True or 1 forbids."""
     if str(path) == "-" or Path(path).suffix == ".json":
         spec = read_json(path)
         return mask_from_dict(spec.get("mask", spec), str(path))
@@ -137,30 +113,24 @@ def _findings(mask: Mask, equal: Mask | None) -> Iterator[Finding]:
     if mask.num_queries == mask.num_keys:
         blind = [int(q) for q in np.flatnonzero(counts) if not mask.allows(int(q), int(q))]
         if blind:
-            message = (
-                f"{_some(blind)} may attend to other keys but not to {'itself' if len(blind) == 1 else 'themselves'}"
-            )
+            itself = "itself" if len(blind) == 1 else "themselves"
+            message = f"{_some(blind)} may attend to other keys but not to {itself}"
             yield Finding("diagonal", message, tuple((query, query) for query in blind[:_SHOWN]))
     if equal is None:
         yield from _mistaken(mask)
 
 
 def _mistaken(mask: Mask) -> Iterator[Finding]:
-    """Findings about a mask outside the catalogue: inverted, transposed, or a few pairs off."""
     if (other := equal_to(~mask)) is not None and mask.nnz:
         yield Finding("inverted", f"its complement is {other!r}: true seems to mean masked (`mask` and `~mask`)")
         return
     if max(mask.shape) <= 1 << 12 and (other := equal_to(from_dense(mask.dense().T))) is not None:
         yield Finding("transposed", f"its transpose is {other!r}: rows are queries here, columns keys")
         return
-    size = mask.num_queries * mask.num_keys
     near: list[tuple[int, Mask]] = []
+    candidates = [(other, mask.num_queries * mask.num_keys) for other in _candidates(mask)]
     # Between documents nearly everything is forbidden, so that their share is one of the allowed pairs.
-    candidates = [
-        *((other, size) for other in _candidates(mask)),
-        *((docs, docs.nnz) for docs in _near_documents(mask)),
-    ]
-    for other, pairs in candidates:
+    for other, pairs in [*candidates, *((documents, documents.nnz) for documents in _near_documents(mask))]:
         distance = (mask & ~other).nnz + (other & ~mask).nnz
         between = other.nnz - min(mask.shape)  # pairs of two tokens; a sparse mask would resemble many others
         if 0 < distance <= max(1, int(_CLOSE * pairs)) and _PER_MISTAKE * distance <= between:
@@ -181,14 +151,13 @@ def _candidates(mask: Mask) -> Iterator[Mask]:
         bands = bands_of(mask, "documents")
     except export.NotExpressible:
         bands = None
-    if bands is not None and not (bands.square and len(bands.queries) == 1):
-        if bands.square:
-            inner = catalogue.document(bands.queries, "causal" if bands.causal else "full")
-            if bands.left is bands.right is None or (bands.causal and bands.left is None):
-                yield inner
-            elif bands.left in (bands.right, None) or bands.causal:
-                reach = max(bands.left or 0, bands.right or 0) + 1
-                yield inner & catalogue.sliding_window(n, reach, causal=bands.causal)
+    if bands is not None and bands.square and len(bands.queries) != 1:
+        inner = catalogue.document(bands.queries, "causal" if bands.causal else "full")
+        if bands.left is None and (bands.right is None or bands.causal):
+            yield inner
+        elif bands.left in (bands.right, None) or bands.causal:
+            reach = max(bands.left or 0, bands.right or 0) + 1
+            yield inner & catalogue.sliding_window(n, reach, causal=bands.causal)
         return
     if n != keys:
         return
@@ -208,11 +177,7 @@ def _candidates(mask: Mask) -> Iterator[Mask]:
 
 
 def _near_documents(mask: Mask) -> Iterator[Mask]:
-    """Find the documents from which a square mask differs in the fewest pairs.
-
-    A document of tokens i to j adds to the agreement its allowed pairs less its forbidden ones. The best agreement up
-    to each token follows from those before it.
-    """
+    """Find the documents from which a square mask differs in the fewest pairs, by the best cut up to each token."""
     n = mask.num_queries
     if n != mask.num_keys or not 1 < n <= _DOCUMENTED:
         return
@@ -277,11 +242,8 @@ def _allowed(tensor: Tensor, masked_true: bool) -> Tensor:
         return (tensor != 0) ^ masked_true
     if zero_one.all() and (tensor == 1).any():
         raise ValueError("floats of 0 and 1: a kernel that adds them masks nothing; save tensor.bool()")
-    _refuse(
-        tensor,
-        (tensor != 0) & ~(tensor <= _MASKED),
-        f"neither 0 nor below {_MASKED:g}, so this is a bias rather than a mask, or NaN",
-    )
+    what = f"neither 0 nor below {_MASKED:g}, so this is a bias rather than a mask, or NaN"
+    _refuse(tensor, (tensor != 0) & ~(tensor <= _MASKED), what)
     return tensor > _MASKED
 
 

@@ -1,13 +1,9 @@
 """Compilation of relations for torch's FlexAttention: `mask_mod` and `BlockMask` straight from row intervals.
 
-Rows hold intervals of internal key numbers; `rank` gives the internal number of each key, or is None.
-
-The masks of a batch are one plain tensor, its *row intervals*; all forms are made from it on its device. It is int32
-[batch or 1, heads or 1, 2 x width, queries]: query q attends to the keys in `[rows[..., 2 t, q], rows[..., 2 t + 1,
-q])` for each t < width; unused intervals are (0, 0). An odd last row renumbers the keys: key k stands for `rows[...,
--1, k]`, which keeps scattered masks small (queries are then as many as keys). The number of rows never equals the
-number of queries, so a kernel that reads the tensor as pairs fails. With a mask for each layer, row intervals are int64
-[batch, layers, rows, queries]. Forms depend in shape on its shape alone.
+`rank` gives the internal number of each key, or is None. The masks of a batch are one tensor, its *row intervals*:
+int32 [batch or 1, heads or 1, 2 x width, queries], as `MaskGrid.row_intervals` says; unused intervals are (0, 0). An
+odd last row holds the number of each key. There are never as many rows as queries, so that a kernel that reads the
+tensor as pairs fails.
 """
 
 from __future__ import annotations
@@ -24,8 +20,7 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import IntervalRows, ragged
-from attnflow.masks.numbering import invert
-from attnflow.masks.stretches import pieces_of
+from attnflow.masks.numbering import invert, pieces_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -106,10 +101,7 @@ def mask_mod_of_bounds(bounds: Int32[Tensor, "queries bounds"], rank: Int32[Tens
 
 
 def mask_mod_of_bits(bits: UInt8[Tensor, "batch heads queries bytes"]) -> MaskMod:
-    """`mask_mod` from one bit per pair, eight keys per byte, lowest bit first, for rows of many intervals.
-
-    A binary search over the intervals needs less memory, but torch's code generation is exponential in its steps.
-    """
+    """`mask_mod` from a bit per pair, lowest first: torch's code for a binary search grows exponentially."""
     several, heads = bits.shape[0] > 1, bits.shape[1] > 1
 
     @no_type_check
@@ -132,10 +124,7 @@ def block_mask_of_counts(
     mask_mod: MaskMod,
     shape: tuple[int, int],
 ) -> BlockMask:
-    """Builds a `BlockMask` from the number of allowed pairs per block, identical to `create_block_mask`.
-
-    As in torch, a block that sticks out of the sequence is partial.
-    """
+    """Builds the `BlockMask` of `create_block_mask`: a block that sticks out of the sequence is partial."""
     from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
 
     if 0 in shape:
@@ -171,10 +160,7 @@ def block_counts(rows: IntervalRows, key_rank: IntArray | None, blocks: tuple[in
 
 
 def _counts_of_scattered(rows: IntervalRows, key_rank: IntArray, q_block: int, k_block: int) -> IntArray:
-    """Allowed pairs per block if relabelling leaves no long intervals: O(keys met by each block of queries).
-
-    Rows of a block are summed while their keys still lie together; only the sum is relabelled.
-    """
+    """Allowed pairs per block, O(keys met by each block of queries): only sums of rows are relabelled."""
     stride, grid = rows.num_keys + 1, (-(-rows.num_rows // q_block), -(-rows.num_keys // k_block))
     block_of_key = np.empty(rows.num_keys, dtype=np.int64)
     block_of_key[key_rank] = np.arange(rows.num_keys) // k_block
@@ -200,10 +186,7 @@ def pairs_in_blocks(
     grid: tuple[int, int],
     width: int,
 ) -> Int[Tensor, "rows columns"]:
-    """Counts allowed pairs in each cell of a grid, from key intervals; `row` is the grid row of each interval.
-
-    `width` is the number of keys per column.
-    """
+    """Counts allowed pairs in each cell of a grid with `width` keys per column; `row` is of each interval."""
     columns = grid[1] + 1
     first, last = starts // width, (ends - 1).clamp(min=0) // width
     inside = first == last
@@ -226,10 +209,7 @@ def pairs_in_blocks(
 
 
 def _pairs_of_renumbered(row: Tensor, starts: Tensor, ends: Tensor, rank: Tensor, grid: tuple[int, int]) -> Tensor:
-    """`pairs_in_blocks` of numbered keys: sums rows while keys lie together, then renumbers the sum.
-
-    Cost: a number per key and grid row more.
-    """
+    """`pairs_in_blocks` of numbered keys: sums rows while keys lie together, then renumbers the sum."""
     num_keys = len(rank)
     cover = torch.zeros(grid[0], num_keys + 1, dtype=torch.int32, device=rank.device)
     for at, change in ((starts, 1), (ends, -1)):

@@ -15,11 +15,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def ragged(starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> tuple[IntArray, IntArray]:
-    """Ragged ranges end to end: (t, value) for each value in `[starts[t], starts[t] + lengths[t])`, for each t.
-
-    >>> [part.tolist() for part in ragged(np.array([5, 0, 2]), np.array([2, 0, 3]))]
-    [[0, 0, 2, 2, 2], [5, 6, 2, 3, 4]]
-    """
+    """Ragged ranges end to end: (t, value) for each value in `[starts[t], starts[t] + lengths[t])`, for each t."""
     owner = np.repeat(np.arange(len(lengths)), lengths)
     return owner, np.arange(len(owner)) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
 
@@ -31,11 +27,7 @@ def offsets(lengths: npt.NDArray[Any]) -> IntArray:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class IntervalRows:
-    """Row r holds the intervals `[starts[t], ends[t])` for `t` in `[indptr[r], indptr[r + 1])`.
-
-    The intervals of a row are sorted, disjoint and never touch, so that equal relations have equal arrays. Set
-    operations put row r at offset `r * (num_keys + 1)` of one line and walk along it: O(intervals log intervals).
-    """
+    """Row r holds `[starts[t], ends[t])` for t in `[indptr[r], indptr[r + 1])`, sorted, never touching."""
 
     indptr: IntArray
     starts: npt.NDArray[np.int32]
@@ -63,7 +55,6 @@ class IntervalRows:
 
     @classmethod
     def from_bool(cls, table: BoolArray) -> IntervalRows:
-        """From a dense table of shape [rows, keys]."""
         num_rows, num_keys = table.shape
         edges = np.zeros((num_rows, num_keys + 2), dtype=np.int8)
         edges[:, 1:-1] = table
@@ -109,10 +100,7 @@ class IntervalRows:
         return total[self.indptr[1:]] - total[self.indptr[:-1]]
 
     def cover(self, weight: IntArray | None = None) -> IntArray:
-        """How many rows hold each key, int64[keys], or the sum of their intervals' weights.
-
-        Weighted sums are exact below 2^53. Cost: O(intervals).
-        """
+        """How many rows hold each key, or the sum of their intervals' weights: exact below 2^53, O(intervals)."""
         size = self.num_keys + 1
         begun, ended = (np.bincount(at, weight, size).astype(np.int64) for at in (self.starts, self.ends))
         return np.cumsum(begun - ended)[:-1]
@@ -161,7 +149,6 @@ class IntervalRows:
         return self._from_line(starts, ends, self.num_rows, self.num_keys)
 
     def complement(self) -> IntervalRows:
-        """Row by row, the keys not in this."""
         starts, ends = self._line()
         base = np.arange(self.num_rows, dtype=np.int64) * (self.num_keys + 1)
         gap_starts = np.sort(np.concatenate([base, ends]))

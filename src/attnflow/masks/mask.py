@@ -19,9 +19,8 @@ from attnflow._core.lazy import renderer
 from attnflow.masks import flex
 from attnflow.masks.flex import BlockSparsity, MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
-from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, same_rank
+from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, pieces_of, same_rank
 from attnflow.masks.registry import named_masks
-from attnflow.masks.stretches import pieces_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -64,14 +63,9 @@ class Mask:
         for rank in (query_rank, key_rank):
             if rank is not None:
                 rank.setflags(write=False)
-        values: dict[str, object] = {
-            "name": name,
-            "parameters": MappingProxyType(dict(parameters or {})),
-            "num_queries": rows.num_rows,
-            "num_keys": rows.num_keys,
-            "_relation": Numbered(rows, query_rank, key_rank),
-            "_cache": {},
-        }
+        values: dict[str, object] = {"name": name, "parameters": MappingProxyType(dict(parameters or {}))}
+        values |= {"num_queries": rows.num_rows, "num_keys": rows.num_keys}
+        values |= {"_relation": Numbered(rows, query_rank, key_rank), "_cache": {}}
         for key, value in values.items():
             object.__setattr__(self, key, value)
 
@@ -364,7 +358,6 @@ class Mask:
 
 
 def not_a_mask(value: object) -> TypeError:
-    """Describe a wrong type: which type came, and which call makes a mask of it."""
     return TypeError(f"expected a Mask, got {type(value).__name__}; {_how_to_make_one(value)}")
 
 

@@ -10,13 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import BoolArray, IntervalRows
-from attnflow.masks.stretches import expected, pieces_of
+from attnflow.masks.intervals import BoolArray, IntervalRows, ragged
 
 RENAMED: Final = 1 << 24  # intervals that a change of numbers may make: about 20 seconds and 2 GB while it runs
 SCANNED: Final = 1 << 31  # pairs that are looked at one by one: about 10 seconds
 LARGEST: Final = 1 << 25  # intervals of a mask: 268 MB, and 3 GB while two such masks are combined
 _CHUNK_BYTES: Final = 1 << 23
+_SAMPLE: Final = 64  # intervals from which the number of all stretches is guessed
+_LONG: Final = 1 << 16  # stretches: about as much work as to guess their number
+_CHUNK: Final = 1 << 13  # intervals that are renumbered at a time
+
+Pair = tuple[IntArray, IntArray]
+Pieces = tuple[IntArray, IntArray, IntArray]
 
 
 def invert(rank: IntArray) -> IntArray:
@@ -30,7 +35,6 @@ def same_rank(a: IntArray | None, b: IntArray | None) -> bool:
 
 
 def too_many(what: str, intervals: int) -> ValueError:
-    """The error for a relation that does not fit."""
     return ValueError(
         f"{what} takes about {intervals:,} intervals of keys ({8 * intervals / 1e9:,.1f} GB), more than {LARGEST:,} "
         f"of a mask ({RENAMED:,} where positions are numbered anew): take a slice, a shorter sequence, "
@@ -124,10 +128,7 @@ def _many(rows: IntervalRows) -> int:
 
 
 def combined(a: Numbered, b: Numbered, sign: str, what: str) -> Numbered:
-    """Intersection ("&") or union ("|"), in plain positions if few intervals do there, else in the cheapest numbering.
-
-    Raises ValueError, naming `what`, if all need too many. Cost: O(n log n), and O(log n) per interval of the result.
-    """
+    """Intersection ("&") or union ("|"), in the cheapest numbering; O(log n) per interval of the result."""
     joined = IntervalRows.intersection if sign == "&" else IntervalRows.union
     if a.numbered_as(b):
         return Numbered(joined(a.rows, b.rows), a.query_rank, a.key_rank)
@@ -148,10 +149,7 @@ def combined(a: Numbered, b: Numbered, sign: str, what: str) -> Numbered:
 
 
 def _fronted(a: Numbered, b: Numbered) -> Iterator[Numbered]:
-    """Yields the numbering of `a` with the keys shared by most rows of `b` (its global tokens) first, as one interval.
-
-    Both relations stay in few intervals there.
-    """
+    """Yields the numbering of `a` with the keys shared by most rows of `b` (its global tokens) as one interval."""
     size = a.rows.num_keys
     if a.rows.num_rows != size or not all(same_rank(side.query_rank, side.key_rank) for side in (a, b)):
         return
@@ -167,12 +165,106 @@ def _fronted(a: Numbered, b: Numbered) -> Iterator[Numbered]:
 
 
 def differing(a: Numbered, b: Numbered) -> IntArray:
-    """Queries whose keys differ, found by sums of random 64-bit numbers over the keys, drawn twice.
-
-    A query is missed with probability 2^-128.
-    """
+    """Queries whose keys have other sums of random 64-bit numbers, drawn twice: missed with probability 2^-128."""
     generator, unlike = np.random.default_rng(), np.zeros(a.rows.num_rows, dtype=np.bool_)
     for _ in range(2):
         values = generator.integers(1 << 64, size=a.rows.num_keys, dtype=np.uint64)
         unlike |= a.sums(values) != b.sums(values)
     return np.flatnonzero(unlike)
+
+
+def pieces_of(rows: IntervalRows, new_key: IntArray | None, limit: int) -> Pieces | None:
+    """Disjoint (row, start, end), unordered, with key k renumbered `new_key[k]`; None if over `limit`."""
+    row, starts, ends = rows.row_index(), rows.starts.astype(np.int64), rows.ends.astype(np.int64)
+    if new_key is None or not len(starts):
+        return row, starts, ends
+    # Neighbouring keys whose numbers go up, or down, by one are a run; an interval becomes the parts of its runs.
+    first = np.concatenate([[0], np.flatnonzero(np.abs(np.diff(new_key)) != 1) + 1])
+    run = np.searchsorted(first, np.stack([starts, ends - 1]), side="right") - 1
+    count = run[1] - run[0] + 1
+    total = int(count.sum())
+    if total > min(limit, 2 * len(starts)) and (neighbours := _neighbours(new_key)):  # parts may lie together
+        joined = _joined(starts, ends, new_key, neighbours, limit)
+        return None if joined is None else (row[joined[0]], *joined[1:])
+    if total > limit:
+        return None
+    interval, which = ragged(run[0], count)
+    low = new_key[np.maximum(starts[interval], first[which])]
+    high = new_key[np.minimum(ends[interval], np.append(first, len(new_key))[which + 1]) - 1]
+    return row[interval], np.minimum(low, high), np.maximum(low, high) + 1
+
+
+def expected(starts: IntArray, ends: IntArray, new_key: IntArray, sample: int = _SAMPLE) -> int:
+    """The number of maximal stretches, guessed from a sample of the intervals; no number stands twice."""
+    neighbours = _neighbours(new_key)
+    if not len(starts) or neighbours is None:
+        return 0
+    chosen = np.random.default_rng(0).integers(len(starts), size=min(len(starts), sample))
+    begun: list[int] = []
+    for start, end in zip(starts[chosen], ends[chosen], strict=True):
+        below = neighbours[0][start:end]
+        begun.append(int(np.count_nonzero((below < start) | (below >= end))))
+    return round(np.mean(begun) * len(starts))
+
+
+def _neighbours(new_key: IntArray) -> Pair | None:
+    """The keys that are numbered just below and just above each key, -1 for none; None if a number stands twice."""
+    key_of = np.full(int(new_key.max(initial=-1)) + 3, -1)
+    key_of[new_key + 1] = np.arange(len(new_key))
+    unique = np.array_equal(key_of[new_key + 1], np.arange(len(new_key)))
+    return (key_of[new_key], key_of[new_key + 2]) if unique else None
+
+
+def _joined(starts: IntArray, ends: IntArray, new_key: IntArray, neighbours: Pair, limit: int) -> Pieces | None:
+    """(interval, start, end) of maximal stretches, which begin where the key numbered just below lies outside."""
+    if limit > _LONG:  # two samples that predict far more stretches than the limit are believed
+        larger = max(_SAMPLE, min(1 << 10, (1 << 28) // len(new_key)))
+        if all(expected(starts, ends, new_key, sample) > 4 * limit for sample in (_SAMPLE, larger)):
+            return None
+    stride, below, above = int(new_key.max()) + 2, *map(_ranges, neighbours)
+    # Rows of a block share their intervals.
+    pairs, which = np.unique(starts * (len(new_key) + 1) + ends, return_inverse=True)
+    starts, ends = np.divmod(pairs, len(new_key) + 1)
+    lows, highs, total = [pairs[:0]], [pairs[:0]], 0
+    for first in range(0, len(starts), _CHUNK):
+        part = slice(first, first + _CHUNK)
+        for bounds, ranges in ((lows, below), (highs, above)):
+            reported = _outside(ranges, starts[part], ends[part], limit - total)
+            if reported is None:
+                return None
+            bounds.append(np.sort((reported[0] + first) * stride + new_key[reported[1]]))
+        total += len(lows[-1])
+    interval, low = np.divmod(np.concatenate(lows), stride)
+    high = np.concatenate(highs) % stride + 1
+    count = np.bincount(interval, minlength=len(starts))
+    if count[which].sum() > limit:
+        return None
+    owner, place = ragged((np.cumsum(count) - count)[which], count[which])
+    return owner, low[place], high[place]
+
+
+def _ranges(values: IntArray) -> list[Pair]:
+    """(minima, maxima) of an array over aligned ranges of 1, 2, 4, ... entries."""
+    levels = [(values, values)]
+    while len(levels[-1][0]) > 1:
+        lowest, highest = levels[-1]
+        if len(lowest) % 2:
+            levels[-1] = lowest, highest = np.append(lowest, np.iinfo(np.int64).max), np.append(highest, -2)
+        levels.append((lowest.reshape(-1, 2).min(axis=1), highest.reshape(-1, 2).max(axis=1)))
+    return levels
+
+
+def _outside(levels: list[Pair], starts: IntArray, ends: IntArray, limit: int) -> Pair | None:
+    """(interval, index) of entries with values outside their interval; ranges without any are not entered."""
+    interval, node = np.arange(len(starts)), np.zeros(len(starts), np.int64)
+    for level in range(len(levels) - 1, -1, -1):
+        lowest, highest = levels[level]
+        start, end = starts[interval], ends[interval]
+        enter = (lowest[node] < start) | (highest[node] >= end)
+        enter &= (node << level < end) & (node + 1 << level > start)
+        interval, node = interval[enter], node[enter]
+        if len(node) > limit + 2 * len(starts):
+            return None
+        if level:
+            interval, node = np.repeat(interval, 2), np.stack([2 * node, 2 * node + 1], axis=1).ravel()
+    return (interval, node) if len(node) <= limit else None

@@ -12,10 +12,7 @@ _MASKS: Final[dict[str, Named[Any]]] = {}
 
 
 def mask(**example: str) -> Callable[[_Maker], _Maker]:
-    """Register a mask of the catalogue; the function's name is the mask's, its first line the relation.
-
-    `example` is what a person types for its parameters. Where a length `n` is not in it, readers take one of their own.
-    """
+    """Register a mask of the catalogue; `example` is what a person types for its parameters, the length `n` aside."""
 
     def register(maker: _Maker) -> _Maker:
         entry = named(maker, example=example)

@@ -41,13 +41,7 @@ def from_json(text: str) -> Mask:
 
 
 def mask_from_dict(spec: object, where: str = "mask", depth: int = 0) -> Mask:
-    """Makes a mask from plain data in any of the forms above; a `Mask` is returned unchanged.
-
-    `where` names the place in errors (ValueError); `depth` counts the masks around this one, at most 100.
-
-    >>> mask_from_dict({"not": {"dense": ["10", "11"]}}).dense().int().tolist()
-    [[0, 1], [0, 0]]
-    """
+    """Makes a mask from plain data in any of the forms above; `where` names the place in errors."""
     if isinstance(spec, Mask):
         return spec
     if depth > _DEEPEST:
@@ -57,13 +51,7 @@ def mask_from_dict(spec: object, where: str = "mask", depth: int = 0) -> Mask:
     if len(forms) != 1:
         present = " and ".join(forms) or ", ".join(values) or "nothing"
         raise ValueError(f"{where}: a mask has one of {', '.join(_FORMS)}; got {present}")
-    builders: dict[str, Callable[[dict[str, object], str], Mask]] = {
-        "name": _named,
-        "intervals": _intervals,
-        "dense": _dense,
-        "edges": _edges,
-        "attnflow": _exported,
-    }
+    builders = {"name": _named, "intervals": _intervals, "dense": _dense, "edges": _edges, "attnflow": _exported}
     return builders[forms[0]](values, where) if forms[0] in builders else _combined(values, where, depth + 1)
 
 

@@ -55,11 +55,7 @@ class Subject:
 
     @staticmethod
     def of(model: nn.Module | Loaded | Subject, tokenizer: PreTrainedTokenizerBase | None = None) -> Subject:
-        """Make the subject of a call; a `tokenizer` that is given goes before the one that came with the model.
-
-        Raises:
-            TypeError: `model` is neither a module nor what `af.load_model` returns.
-        """
+        """Make the subject of a call; a `tokenizer` that is given goes before the one that came with the model."""
         if isinstance(model, Subject):
             return model if tokenizer is None else replace(model, tokenizer=tokenizer)
         if isinstance(model, Loaded):
@@ -124,6 +120,11 @@ class Subject:
         """Whether a parameter lies on the meta device, and nothing brings its numbers for a call."""
         return without_numbers(self.model)
 
+    @cached_property
+    def weights_elsewhere(self) -> bool:
+        """Whether weights are on the meta device and nothing brings them, or sharded over devices (DTensor)."""
+        return self.without_numbers or any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters())
+
     def require_weights(self, what: str) -> None:
         """Raise `UnsupportedArchitecture` for weights that are offloaded, saying what needs them."""
         if any(parameter.is_meta for parameter in self.model.parameters()):
@@ -145,10 +146,7 @@ class Subject:
 
     @cached_property
     def layers(self) -> dict[str, int]:
-        """{path: index in its list} of the layers: members of the outermost module lists that hold whole blocks.
-
-        Lists of leaf modules (projections, norms) and an `nn.Sequential` of unlike modules are not stacks of layers.
-        """
+        """{path: index in its list} of the layers: members of the outermost module lists that hold whole blocks."""
         layers: dict[str, int] = {}
         for name, module in self.model.named_modules():
             if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in layers):
@@ -217,12 +215,7 @@ class Subject:
         return {name: value for name, value in wanted.items() if self.accepts(name)}
 
     def named(self, inputs: object) -> dict[str, Any]:
-        """Name what a model is called with: a text, token ids, vectors, or keyword arguments, which stay as they are.
-
-        Raises:
-            ValueError: a text without a tokenizer or without tokens, sequences of different lengths.
-            TypeError: something else.
-        """
+        """Name what a model is called with: a text, token ids, vectors, or keyword arguments, which stay so."""
         if isinstance(inputs, str):
             return self._tokens_of(inputs)
         if isinstance(inputs, Sequence):
@@ -251,14 +244,8 @@ class Subject:
     def read(self, inputs: object, *, ids: bool = False) -> dict[str, Tensor]:
         """Make the arguments of a whole forward pass: tensors with a batch axis, on the model's device.
 
-        Args:
-            inputs: a text, the token ids of one sequence, or named inputs, also of sounds and images.
-            ids: whether named inputs must hold `input_ids`. Otherwise a model of two halves needs inputs for both, as
-                its own guess would not be known to whoever names tokens.
-
-        Raises:
-            ValueError: ids outside the vocabulary, more of them than positions, a filled cache, masks of another size.
-            TypeError: something that is not numbers.
+        Unless `ids`, which named inputs must then hold, a model of two halves needs inputs for both: who names tokens
+        would not know its own guess.
         """
         if isinstance(inputs, str):
             inputs = self._tokens_of(inputs)
@@ -341,11 +328,7 @@ class Subject:
         return min((size for size in sizes if size >= stated), default=None)  # a smaller one is of an image's patches
 
     def sample(self, inputs: str | Sequence[int], limit: int | None = None) -> dict[str, Tensor]:
-        """Make the arguments from at most `limit` tokens and, as a second sequence, the tokens reversed.
-
-        With two sequences an audit also sees what crosses a batch; both halves of an encoder-decoder read them. Fewer
-        than two tokens raise `ValueError`.
-        """
+        """Make the arguments from at most `limit` tokens and, to see what crosses a batch, the tokens reversed."""
         if isinstance(inputs, str):
             tokenizer = cast(Any, self.tokenizer)
             inputs = tokenizer(inputs, truncation=limit is not None, max_length=limit)["input_ids"]

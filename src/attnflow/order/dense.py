@@ -20,7 +20,6 @@ _WORKSPACE: Final = 1 << 25  # bytes of temporaries per product
 
 
 def pack(table: BoolArray) -> Words:
-    """A bool table [rows, columns] as words."""
     padded = np.zeros((len(table), -(-table.shape[1] // 64) * 8), dtype=np.uint8)
     packed = np.packbits(table, axis=1, bitorder="little")
     padded[:, : packed.shape[1]] = packed
@@ -28,7 +27,6 @@ def pack(table: BoolArray) -> Words:
 
 
 def unpack(words: Words, columns: int) -> BoolArray:
-    """Words as a bool table [rows, columns]."""
     return np.unpackbits(words.view(np.uint8), axis=1, count=columns, bitorder="little").view(np.bool_)
 
 
@@ -50,7 +48,6 @@ def chunks(num_rows: int, row_bytes: int, limit: int = 1 << 23) -> Iterator[slic
 
 
 def require_room(matrices: int, size: int, what: str) -> None:
-    """Raises ValueError before allocation if bit matrices of `size` squared do not fit memory."""
     needed = matrices * size * size // 8
     if needed > _ROOM:
         raise ValueError(
@@ -60,7 +57,6 @@ def require_room(matrices: int, size: int, what: str) -> None:
 
 
 def refuse_more(edges: int) -> None:
-    """Raises ValueError if a Hasse diagram has too many edges for memory."""
     if edges > LARGEST:
         raise ValueError(
             f"the Hasse diagram has at least {edges:,} edges, more than {LARGEST:,}: take a shorter sequence, or one "
@@ -69,11 +65,7 @@ def refuse_more(edges: int) -> None:
 
 
 def product(rows: IntervalRows, words: Words) -> Words:
-    """The Boolean product: row i is the union of the rows `words[k]` over the keys k of row i.
-
-    Few intervals: unions over ranges from a sparse table, O((n log n + intervals) n / 64) word operations; otherwise
-    the method of four Russians, O(n^3 / 512).
-    """
+    """The Boolean product: unions over ranges of few intervals, else the method of four Russians, O(n^3 / 512)."""
     n = rows.num_keys
     if 2 * len(rows.starts) + n * n.bit_length() > (n // 8 + 1) * (n + 256):
         return _four_russians(from_rows(rows), words)
@@ -104,12 +96,7 @@ def _four_russians(left: Words, right: Words) -> Words:
 
 
 def close(rows: IntervalRows) -> tuple[IntArray, Words, IntArray]:
-    """(class of each node, the classes at or below each class, covers) of a square relation with its diagonal.
-
-    Walks the classes in topological order with Python ints as bit sets, the fastest at hand. The latest direct
-    predecessor not yet covered is a cover; its closure is added, and so on: one union per Hasse edge.
-    Cost: O(edges x n / 64) word operations and n^2 / 4 bytes for n classes.
-    """
+    """(class of each node, the classes at or below each, covers): one union of bit sets per Hasse edge."""
     class_of = np.arange(rows.num_rows) if reads_only_before(rows) else _classes(rows)
     count = int(class_of.max()) + 1
     require_room(1, count, "an order of classes")
@@ -169,12 +156,7 @@ def _integers_of(table: BoolArray) -> Iterator[int]:
 
 
 def _classes(rows: IntervalRows) -> IntArray:
-    """Strong components in topological order, int64[n], lower ones first, by one depth-first search on bit sets.
-
-    Gabow's algorithm: the path holds components that read one another from top to bottom. The top one takes in the one
-    below if it reads back into the path, and is finished if nothing new is left to read: then all that it reads is
-    finished too. Cost: O(n^2 / 64) word operations and n^2 / 4 bytes.
-    """
+    """Strong components in topological order, lower first: Gabow's algorithm on bit sets, O(n^2 / 64) operations."""
     reads = list(_integers(rows))
     label, count = np.empty(rows.num_rows, dtype=np.int64), 0
     unvisited = (1 << rows.num_rows) - 1

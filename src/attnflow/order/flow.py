@@ -228,14 +228,13 @@ class Flow(Result):
             return torch.from_numpy(np.flatnonzero(row[self._class_of]))
         if not layers:
             return torch.tensor([query])
-        inside = reach.field(self._stack(layers), self._number(query))
+        # After as many layers as there are positions, nothing new flows.
+        used = self._layers * min(layers, self.size) if self.num_layers is None else self._layers[:layers]
+        inside = reach.field(used, self._number(query))
         return torch.from_numpy(np.flatnonzero(inside if self._rank is None else inside[self._rank]))
 
     def arrivals(self, query: int, most: int) -> IntArray:
-        """For each position, the number of layers until its information reaches `query`, int64[n]; -1 if above `most`.
-
-        A stack is always walked to its end; `most` applies to a single mask. Cost: O(n) for each layer.
-        """
+        """For each position, how many layers its information takes to reach `query`, int64[n]; -1 if above `most`."""
         number = self._number(self._position("query", query))
         first = reach.arrivals(self._layers, number, most if self.num_layers is None else None)
         return first if self._rank is None else first[self._rank]
@@ -351,15 +350,10 @@ class Flow(Result):
         for _ in range(min(layers, self.depth)):
             yield (reached := reached.through(self._layers[0], "the flow of a mask"))
 
-    def _stack(self, layers: int) -> list[IntervalRows]:
-        # After as many layers as there are positions, nothing new flows.
-        return self._layers[:layers] if self.num_layers is not None else self._layers * min(layers, self.size)
-
     def _number(self, position: int) -> int:
         return position if self._rank is None else int(self._rank[position])
 
     def _layer_count(self, layers: int | None) -> int | None:
-        """Return the number of layers; None means the closure of a single mask."""
         return self.num_layers if layers is None else checks.integer("layers", layers, 0, self.num_layers)
 
     def _position(self, name: str, value: int) -> int:

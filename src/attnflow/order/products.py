@@ -21,8 +21,8 @@ LONG: Final = 1 << 11  # positions from which on intervals, where they stay few,
 _PIECES: Final = 1 << 20  # intervals that are sorted at a time
 
 
-def is_scattered(rows: IntervalRows) -> bool:
-    return len(rows.starts) > 32 * rows.num_rows
+def stays_few(rows: IntervalRows) -> bool:
+    return rows.num_rows > LONG and len(rows.starts) <= 32 * rows.num_rows
 
 
 def reads_only_before(rows: IntervalRows) -> bool:
@@ -36,12 +36,7 @@ def room(rows: IntervalRows) -> int:
 
 
 def compose(rows: IntervalRows, before: IntervalRows, limit: int) -> IntervalRows | None:
-    """The Boolean product: row i is the union of the rows k of `before` (the earlier layer) over the keys k of row i.
-
-    Over a range of keys, a chain of `before` gives one interval, from its lowest start to its highest end; each
-    distinct range is looked up once. None if more than `limit` intervals arise, also on the way.
-    Cost: O(m log m) for m intervals of both masks and the answer, plus the chains in each range.
-    """
+    """The Boolean product: row i is the union of the rows k of `before` over its keys k; None if over `limit`."""
     if not len(rows.starts) or not len(before.starts):
         empty = np.zeros(0, np.int64)
         return IntervalRows.build(empty, empty, empty, rows.num_rows, before.num_keys) if limit >= 0 else None
@@ -74,8 +69,9 @@ def _gathered(indptr: IntArray, which: IntArray, unions: IntervalRows, limit: in
     return IntervalRows.stack(parts, unions.num_keys)
 
 
-def closure_of(rows: IntervalRows, limit: int) -> IntervalRows | None:
-    """The transitive closure of a square relation with its diagonal; None if a power exceeds `limit` intervals."""
+def closure_of(rows: IntervalRows) -> IntervalRows | None:
+    """The transitive closure of a square relation with its diagonal; None if a power takes too many intervals."""
+    limit = room(rows)
     while True:
         square = compose(rows, rows, limit)
         if square is None or square.equals(rows):
@@ -191,10 +187,7 @@ def pieces_at_a_time(total: IntArray) -> Iterator[slice]:
 def range_reduce(
     ufunc: np.ufunc, values: npt.NDArray[Any], starts: npt.NDArray[Any], ends: npt.NDArray[Any]
 ) -> npt.NDArray[Any]:
-    """`ufunc.reduce(values[starts[t]:ends[t]])` for every t, for an idempotent ufunc (maximum, minimum, or).
-
-    A range is the union of two overlapping power-of-two ranges; only one level of that sparse table is kept.
-    """
+    """`ufunc.reduce(values[starts[t]:ends[t]])`, idempotent: a range is two overlapping powers of two."""
     starts, ends = starts.astype(np.int64), ends.astype(np.int64)
     level = np.frexp((ends - starts).astype(np.float64))[1] - 1
     out = np.empty((len(starts), *values.shape[1:]), dtype=values.dtype)

@@ -1,7 +1,4 @@
-"""Which positions reach which after some layers: row intervals while they stay few, otherwise a bit matrix.
-
-For one position it walks through the relation: receptive fields, witness paths and budgets.
-"""
+"""Which positions reach which after some layers, by row intervals or bits; for one position, walks and paths."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import RENAMED, Numbered, same_rank, too_many
 from attnflow.order import dense
 from attnflow.order import products as interval_products
-from attnflow.order.products import compose, room
+from attnflow.order.products import compose, room, stays_few
 
 _LARGEST: Final = 1 << 23  # intervals of a product, where bits would take as much memory
 
@@ -30,21 +27,15 @@ class Reach:
 
     @classmethod
     def of(cls, rows: IntervalRows) -> Reach:
-        """Reach after one layer; bits for a short or scattered mask."""
-        by_intervals = rows.num_rows > interval_products.LONG and not interval_products.is_scattered(rows)
-        return cls(rows if by_intervals else dense.from_rows(rows), rows.num_keys)
+        return cls(rows if stays_few(rows) else dense.from_rows(rows), rows.num_keys)
 
     @classmethod
     def nothing_moved(cls, size: int) -> Reach:
-        """Reach before the first layer."""
         node = np.arange(size)
         return cls.of(IntervalRows.build(node, node, node + 1, size, size))
 
     def through(self, layer: IntervalRows, what: str, matrices: int = 2, limit: int | None = None) -> Reach:
-        """Reach after one more layer (with its diagonal); above `limit` intervals, bit matrices take over.
-
-        Raises ValueError, naming `what`, if `matrices` bit matrices do not fit memory.
-        """
+        """Reach after one more layer with its diagonal; above `limit` intervals, `matrices` bit matrices take over."""
         content = self.content
         if isinstance(content, IntervalRows):
             most = max(room(layer), min(self.size**2 // 64, _LARGEST)) if limit is None else limit
@@ -71,7 +62,6 @@ class Reach:
         return bool(int(self.content[row, position // 64]) >> position % 64 & 1)
 
     def table(self, rows: IntArray) -> BoolArray:
-        """bool[rows, n] of the chosen rows."""
         if isinstance(self.content, IntervalRows):
             return self.content.to_bool(rows)
         return dense.unpack(self.content[rows], self.size)
@@ -92,11 +82,7 @@ def products(layers: Sequence[IntervalRows]) -> list[Reach]:
 
 
 def common_numbering(masks: Sequence[Mask]) -> tuple[list[IntervalRows], IntArray | None]:
-    """(relation of each mask with its diagonal, rank): all in one numbering that keeps them small.
-
-    `rank[i]` is the number of position i, or None for the identity, which short masks keep. Raises ValueError if some
-    mask has too many intervals in each numbering.
-    """
+    """(relation of each mask with its diagonal, rank or None) in one numbering that keeps all small."""
     distinct = {id(mask): mask for mask in masks}
     if masks[0].num_queries <= interval_products.LONG:
         plain = {key: mask.intervals().with_diagonal() for key, mask in distinct.items()}
@@ -134,11 +120,7 @@ def field(layers: Sequence[IntervalRows], query: int) -> BoolArray:
 
 
 def arrivals(layers: Sequence[IntervalRows], query: int, most: int | None) -> IntArray:
-    """int64[n]: number of layers until each position's information first reaches `query`; -1 if never.
-
-    With `most`, `layers` holds one relation, repeated up to so often (breadth-first, O(n) per layer); with None, one
-    per layer, walked anew by `field` for each number of layers.
-    """
+    """Layers until each position's information first reaches `query`, int64[n], -1 if never; `most`: of one relation"""
     first = np.full(layers[0].num_rows, -1)
     first[query] = 0
     if most is None:

@@ -7,20 +7,17 @@ import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from attnflow._core.markup import grouped, percent, plural
 from attnflow.audit.report import AuditReport, ModuleResult, Violation
 from attnflow.report import charts, html
-from attnflow.report.charts import INK, blank, chart, literal
+from attnflow.report.charts import INK, Figure, blank, chart, literal
 from attnflow.report.displays import describes, draws
 from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, code, tag
 from attnflow.report.page import Context, PagePart, Section
 from attnflow.report.tables import table_svg
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LISTED: Final = 24  # rows of a list before the rest is only counted
 _LOOKS: Final = {  # colour, hatch for print and for readers who do not tell red from green, and meaning
@@ -44,25 +41,22 @@ def audit_part(report: AuditReport, _: Context) -> PagePart:
         first = report.violations[0]
         where = "" if first.layer is None else f" (layer {first.layer})"
         what = "Flow is missing" if first.kind == "missing" else "Leak found"
-        number = plural(count, "violation")
-        reading = [f"{what}, first in ", code(first.module), f"{where}: {number}, {tested}."]
+        reading = [f"{what}, first in ", code(first.module), f"{where}: {plural(count, 'violation')}, {tested}."]
         sentence = f"Information flows against the declared order in {plural(count, 'place')}. The first is "
         verdict = html.note("bad", html.paragraph(sentence, code(first.module), f"{where}."))
     body = verdict + html.facts(effort(report))
     if report.violations:
         head = ["kind", "module", "layer", "source", "target", "change"]
         rows = [_violation(violation) for violation in report.violations[:LISTED]]
-        body += html.table(head, rows, text_columns=2, marked=[0])
-        body += html.rest(count - LISTED)
+        body += html.table(head, rows, text_columns=2, marked=[0]) + html.rest(count - LISTED)
     if report.modules and (report.ok or count):
         watched = f"{plural(len(report.modules), 'module')} watched"
         body += tag("h3", watched) + charts.in_page(lambda: audit_chart(report, title=" "), watched)
     for remark in (*report.untested, *report.notes):
         body += html.note("neutral", html.paragraph(remark))
     ink = "bad-ink" if count else "good-ink" if report.ok else ""
-    verdict_ = tag("span", plural(count, "violation") if count else report.verdict, class_=ink)
-    sections = [Section("audit", "Audit of the model", body)]
-    return PagePart("Audit", sections, reading, [("Audit", verdict_)], failed=bool(report.violations))
+    numbers = [("Audit", tag("span", plural(count, "violation") if count else report.verdict, class_=ink))]
+    return PagePart("Audit", [Section("audit", "Audit of the model", body)], reading, numbers, failed=count > 0)
 
 
 def _tested(report: AuditReport) -> str:
@@ -195,10 +189,8 @@ def strips_of(modules: Sequence[ModuleResult]) -> list[Strip]:
     for stack, layers in cells.items():
         names = tuple(dict.fromkeys(name for layer in layers.values() for name in layer))
         cells_of = [(number, tuple(layer.get(name) for name in names)) for number, layer in sorted(layers.items())]
-        rows: list[tuple[str, tuple[str | None, ...]]] = []
-        for row, alike in groupby(cells_of, itemgetter(1)):
-            numbers = [number for number, _ in alike]
-            rows.append((f"layer{'s' if len(numbers) > 1 else ''} {runs(numbers)}", row))
+        alike = [([number for number, _ in group], row) for row, group in groupby(cells_of, itemgetter(1))]
+        rows = [(f"layer{'s' if len(numbers) > 1 else ''} {runs(numbers)}", row) for numbers, row in alike]
         strips.append((stack, names, rows))
     if outside:
         strips.append(("outside the layers", tuple(outside), [("", tuple(outside.values()))]))

@@ -5,29 +5,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from attnflow._core import checks
 from attnflow._core.markup import columns, element, escape, grouped, percent, plural, shorten, token_label
-from attnflow.bias.graph import BiasGraph, Edge
+from attnflow.bias.graph import BiasEdge, BiasGraph
 from attnflow.bias.map import BiasMap, Quantity
 from attnflow.report import charts, html
 from attnflow.report import layered_layout as layout
-from attnflow.report.charts import INK, POSITIVE, SIGNED, blank, chart, heat_map, literal, name_axis, table_size
+from attnflow.report.charts import INK, POSITIVE, Array, Figure, chart, literal
 from attnflow.report.displays import describes, draws
-from attnflow.report.hasse_svg import bent, box
+from attnflow.report.hasse_svg import arrow_head, bent, box
 from attnflow.report.html import Content, Html, tag
 from attnflow.report.layered_layout import Point
 from attnflow.report.page import Context, PagePart, Section
-from attnflow.report.svg import framed, pair
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Array = npt.NDArray[np.floating[Any]]
+from attnflow.report.svg import framed, text
 
 _KEYS: Final = 180  # columns of a picture; of a longer text those that matter most
 _MAPS: Final = 3  # layers whose whole map is drawn
@@ -72,18 +67,18 @@ def _layers(bias_map: BiasMap) -> Section:
     )
     layers = list(bias_map)
     columns = {
-        "Layer": [str(one.layer) for one in layers],
-        "Strength": html.numbers([one.strength for one in layers]),
-        "Strongest pull": html.numbers([float(one.bias.max()) for one in layers], signed=True),
-        "Strongest push": html.numbers([float(one.bias.min()) for one in layers], signed=True),
-        "Moved": [_share(one.moved) for one in layers],
+        "Layer": [str(layer.layer) for layer in layers],
+        "Strength": html.numbers([layer.strength for layer in layers]),
+        "Strongest pull": html.numbers([float(layer.bias.max()) for layer in layers], signed=True),
+        "Strongest push": html.numbers([float(layer.bias.min()) for layer in layers], signed=True),
+        "Moved": [_share(layer.moved) for layer in layers],
     }
     for rank in _RANKS:
         energy = bias_map.energy(rank)
-        columns[f"Rank {rank}"] = [_share(energy[one.layer]) for one in layers]
-    parts = [html.paragraph(lead, kind="lead"), html.table(list(columns), zip(*columns.values(), strict=True))]
-    strongest = max(layers, key=lambda one: one.strength, default=None)
-    if strongest is not None and strongest.strength > 0 and len(layers) > 1:
+        columns[f"Rank {rank}"] = [_share(energy[layer.layer]) for layer in layers]
+    parts = [html.paragraph(lead, kind="lead"), html.columns(columns)]
+    if _strength(bias_map) and len(layers) > 1:
+        strongest = max(layers, key=lambda layer: layer.strength)
         parts.append(html.paragraph(f"The bias is strongest in layer {strongest.layer}."))
     if len(bias_map.queries) <= max(_RANKS):
         text = f"With {plural(len(bias_map.queries), 'query', 'queries')}, a rank as large explains everything."
@@ -103,13 +98,13 @@ def _maps(bias_map: BiasMap) -> Section:
     return Section("maps", "Which queries attend to which keys", html.join(parts))
 
 
-def _extremes(bias_map: BiasMap, count: int = 3) -> Html:
+def _extremes(bias_map: BiasMap) -> Html:
     rows: list[list[Content]] = []
     for one in bias_map:
         values = bias_map.values("bias", one.layer)[-1]
         keys = [key for key in values.argsort(descending=True).tolist() if bias_map.allowed(one.layer)[-1, key]]
         named = [f"{_token(bias_map, key)} {float(values[key]):+.3f}".replace("-", "−") for key in keys]
-        rows.append([str(one.layer), ", ".join(named[:count]), ", ".join(named[::-1][:count])])
+        rows.append([str(one.layer), ", ".join(named[:3]), ", ".join(named[::-1][:3])])
     return html.table(["Layer", "attends more to", "attends less to"], rows, text_columns=3)
 
 
@@ -126,15 +121,14 @@ def _weights(bias_map: BiasMap) -> Section:
 
 
 def _graph(graph: BiasGraph, where: str) -> Section:
-    kind = (
-        "Here the graph is acyclic: information flows to later tokens only."
-        if graph.is_acyclic
-        else "Attention is bidirectional: this is a directed graph, which may have cycles."
-    )
     lead = (
         f"An arrow goes from a key to a query that the bias draws to it, {where}, and carries its bias; thick arrows "
-        f"are strong. It shows where the bias adds, not what the model does with it. {kind}"
+        "are strong. It shows where the bias adds, not what the model does with it. "
     )
+    if graph.is_acyclic:
+        lead += "Here the graph is acyclic: information flows to later tokens only."
+    else:
+        lead += "Attention is bidirectional: this is a directed graph, which may have cycles."
     edges = sorted(graph.edges, key=lambda edge: (-edge.bias, edge.query, edge.key))
     values = html.numbers([edge.bias for edge in edges[:_LISTED]], signed=True)
     names = [f"{token_label(token, 40)} ({position})" for position, token in enumerate(graph.tokens)]
@@ -178,11 +172,7 @@ def _share(value: float) -> str:
 
 @draws(BiasGraph)
 def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST) -> str:
-    """Draws a graph as one `<svg>`: a box for each token with an edge, an arrow from key to query.
-
-    Tokens stand above the earlier tokens they share an edge with; only bidirectional attention has downward arrows.
-    Beyond `max_edges` the strongest edges are drawn, and the picture says so.
-    """
+    """Tokens stand above the earlier ones they share an edge with; only bidirectional attention has downward arrows."""
     checks.integer("max_edges", max_edges, 1)
     drawn = graph.strongest(max_edges)
     what = f"Reasoning graph of {plural(len(drawn.nodes), 'token')}: {drawn.about}"
@@ -220,11 +210,10 @@ def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST) -> str:
     return framed(body, placement.width, placement.height, [caption], what)
 
 
-def _arrow(graph: BiasGraph, edge: Edge, route: list[Point], share: float) -> str:
+def _arrow(graph: BiasGraph, edge: BiasEdge, route: list[Point], share: float) -> str:
     up = edge.key < edge.query
     x, y = route[-1] if up else route[0]
-    tail, half = (8.0, 3.2 + share) if up else (-8.0, 3.2 + share)
-    head = f"M{pair((x - half, y + tail))}L{pair((x, y))}L{pair((x + half, y + tail))}Z"
+    head = arrow_head(x, y, 3.2 + share, 8.0 if up else -8.0)
     look = {"fill": "none", "stroke": POSITIVE, "stroke_width": 0.8 + 3.2 * share, "class_": "af-stroke-attract"}
     title = element("title", escape(f"{graph.tokens[edge.key]} → {graph.tokens[edge.query]}: +{edge.bias:.3f}"))
     body = title + element("path", d=bent(route), **look)
@@ -232,11 +221,10 @@ def _arrow(graph: BiasGraph, edge: Edge, route: list[Point], share: float) -> st
     return element("g", body, class_="af-edge", opacity=0.35 + 0.6 * share)
 
 
-def _label(edge: Edge, x: float, y: float) -> str:
+def _label(edge: BiasEdge, x: float, y: float) -> str:
     frame = {"x": x - 14.0, "y": y - 10.0, "width": 28.0, "height": 13.0, "rx": 3}
     ground = element("rect", **frame, fill="#fff", fill_opacity=0.8, class_="af-face")
-    text = element("text", f"{edge.bias:.2f}", x=x, y=y, text_anchor="middle", font_size=10, fill="currentColor")
-    return element("g", ground + text, class_="af-label")
+    return element("g", ground + text(f"{edge.bias:.2f}", x, y, 10, "middle"), class_="af-label")
 
 
 @draws(BiasMap)
@@ -251,12 +239,7 @@ def map_chart(
     names: Sequence[str] = (),
     title: str | None = None,
 ) -> Figure:
-    """Draws the row-centred bias over the context (daa, fig. 1), zero in the middle of the colour scale.
-
-    The paper shows one query in one layer. By default the chart shows the last query, which generates, in all captured
-    layers; with `layer` it shows all captured queries of that layer. "compare" (daa, fig. 6) shows the weights of one
-    query with the bias, without it, and in the base model.
-    """
+    """Draws the last query in all layers, or all queries of `layer` (daa, fig. 1); "compare" is fig. 6."""
     if picture == "compare":
         return _bars([bias_map, *others], layer, -1 if query is None else query, head, names, title)
     if others:
@@ -274,17 +257,11 @@ def map_chart(
         what = f"query {_query(bias_map, row)}" + (f", layer {layer}" if layer is not None else "")
     keys, remark = _foremost(np.abs(np.where(allowed, table, 0)).max(axis=0), np.asarray(allowed.any(axis=0)))
     tokens = [_token(bias_map, key) for key in keys]
-    figure = blank(*table_size(tokens, len(sides)))
-    axes = figure.add_subplot()
-    values = np.ma.masked_array(table[:, keys], ~allowed[:, keys])
-    limit = float(np.abs(values).max()) if values.count() else 0.0
     quantity = "bias, row-centred" if picture == "bias" else "attention weight"
-    heat_map(axes, values, limit or 1.0, signed=picture == "bias")
-    name_axis(axes.xaxis, tokens, keys, turned=True)
-    name_axis(axes.yaxis, sides, layers if side == "layer" else list(bias_map.queries))
-    axes.set(xlabel=f"key{remark}", ylabel=side)
-    axes.set_title(literal(title or f"{quantity}: {what}{_heads(bias_map, head)}"))
-    return figure
+    heading = {"label": literal(title or f"{quantity}: {what}{_heads(bias_map, head)}")}
+    places = (keys, layers if side == "layer" else bias_map.queries)
+    values, is_bias = np.where(allowed, table, math.nan)[:, keys], picture == "bias"
+    return charts.table_chart(values, tokens, sides, side, heading, places, f"key{remark}", is_bias)
 
 
 def table_of(
@@ -312,11 +289,11 @@ def _bars(
     most = np.max([weights for _, weights, _ in panels], axis=0)
     keys, remark = _foremost(most, np.asarray(first.allowed(layer)[row]))
     tokens = [_token(first, key) for key in keys]
-    width, height = table_size(tokens, 0)
-    figure = blank(width, height + 1.2 * len(panels))
+    width, height = charts.table_size(tokens, 0)
+    figure = charts.blank(width, height + 1.2 * len(panels))
     limit = max((float(np.abs(bias[keys]).max(initial=0.0)) for _, _, bias in panels if bias is not None), default=0.0)
     top = _common_top([weights[keys] for _, weights, _ in panels])
-    signed = ScalarMappable(Normalize(-(limit or 1.0), limit or 1.0), colormaps[SIGNED])
+    signed = ScalarMappable(Normalize(-(limit or 1.0), limit or 1.0), colormaps[charts.SIGNED])
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for panel, (name, weights, bias) in zip(axes, panels, strict=True):
         colour = "0.6" if bias is None else signed.to_rgba(bias[keys])
@@ -326,7 +303,7 @@ def _bars(
                 panel.text(index + 0.55, top, f"{weight:.2f}", fontsize=7.5, va="top", ha="left")
         panel.set_ylim(0, top)
         panel.set_title(literal(shorten(name, 48)), fontsize=9, loc="left")
-    name_axis(axes[-1].xaxis, tokens, keys, turned=True)
+    charts.name_axis(axes[-1].xaxis, tokens, keys, turned=True)
     axes[-1].set_xlim(-0.6, len(keys) - 0.4)
     axes[-1].set_xlabel(f"key{remark}")
     where = "mean over layers" if layer is None else f"layer {layer}"
@@ -340,10 +317,7 @@ def _bars(
 def _weight_panels(
     maps: Sequence[BiasMap], layer: int | None, query: int, head: int | None, names: Sequence[str] = ()
 ) -> list[tuple[str, Array, Array | None]]:
-    """Returns (name, weights, row-centred bias or None) of one query: base model first, if it was run.
-
-    A single map also gives the weights of the same queries and keys without the bias.
-    """
+    """Returns (name, weights, row-centred bias or None) of one query: first those without the bias, if any."""
     first = maps[0]
     labels = list(names) or (["with the bias"] if len(maps) == 1 else [f"bias {i}" for i in range(1, len(maps) + 1)])
     if len(labels) != len(maps):

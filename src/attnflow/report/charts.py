@@ -10,6 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.markup import columns as display_width
@@ -19,7 +20,10 @@ from attnflow.report.svg import SANS, written
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+else:
+    Figure = Any  # where matplotlib is not installed
 
+Array = npt.NDArray[np.floating[Any]]
 P = ParamSpec("P")
 
 INK, SOFT = "#1b1f23", "#59626b"
@@ -110,14 +114,38 @@ def name_axis(axis: Any, names: Sequence[str], positions: Sequence[int], *, turn
         text.set_rotation(90 if turned and display_width(name) > 2 else 0)
 
 
-def heat_map(axes: Any, table: Any, limit: float, *, signed: bool = True, label: str = "") -> None:
+def heat_map(axes: Any, table: Any, limit: float, *, signed: bool = True, **bar: Any) -> None:
     """Draws a table as colours, first row on top: signed around zero, or from zero upwards."""
     colours, least = (SIGNED, -limit) if signed else (SIZES, 0.0)
     # Not interpolated, so that SVG holds one pixel per cell.
     image = axes.imshow(table, aspect="auto", interpolation="none", cmap=colours, vmin=least, vmax=limit)
     axes.spines[["top", "right"]].set_visible(True)
-    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.05, aspect=max(4, 2 * len(table)), label=label)
-    bar.outline.set_visible(False)
+    look = {"pad": 0.02, "fraction": 0.05, "aspect": max(4, 2 * len(table))} | bar
+    axes.figure.colorbar(image, ax=axes, **look).outline.set_visible(False)
+
+
+@chart
+def table_chart(
+    table: Array,
+    names: Sequence[str],
+    sides: Sequence[str],
+    side: str,
+    title: dict[str, str],
+    places: Sequence[Sequence[int]] = (),
+    label: str = "key",
+    signed: bool = True,
+) -> Figure:
+    """Draws values by key and `side`, without those that are NaN; `places` are the positions of both."""
+    columns, rows = places or (range(len(names)), range(len(sides)))
+    figure = blank(*table_size(names, len(sides)))
+    axes = figure.add_subplot()
+    values = np.ma.masked_invalid(table)
+    heat_map(axes, values, float(np.abs(values).max()) or 1.0 if values.count() else 1.0, signed=signed)
+    name_axis(axes.xaxis, names, columns, turned=True)
+    name_axis(axes.yaxis, sides, rows)
+    axes.set(xlabel=label, ylabel=side)
+    axes.set_title(**title)
+    return figure
 
 
 def literal(text: str) -> str:
@@ -126,10 +154,7 @@ def literal(text: str) -> str:
 
 
 def svg_of(figure: Figure, title: str) -> str:
-    """Converts a figure to one `<svg>` without inline style, which the page's policy forbids, and with unique ids.
-
-    Palette colours become classes, which a page sets for light and dark.
-    """
+    """Palette colours become classes, which a page sets for light and dark; its policy forbids inline style."""
     content = written(figure, "svg", transparent=True, rc={"svg.fonttype": "none"})
     ElementTree.register_namespace("", _SVG[1:-1])
     root = ElementTree.fromstring(content)

@@ -11,19 +11,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Display:
-    """How a result is shown.
-
-    Attributes:
-        part: its part of a page; None for its table.
-        figure: its picture; None for that of what it `opens` to, or else of its table.
-        together: whether several results share both.
-        opens: what a page shows in its place, such as the order and the proof of a task.
-    """
-
-    part: Callable[..., Any] | None = None
-    figure: Callable[..., Any] | None = None
-    together: bool = False
-    opens: Callable[[Any], Sequence[object]] | None = None
+    part: Callable[..., Any] | None = None  # of a page; None for its table
+    figure: Callable[..., Any] | None = None  # None for that of what it `opens` to, or else of its table
+    together: bool = False  # whether several results share both
+    opens: Callable[[Any], Sequence[object]] | None = None  # what a page shows in its place
 
 
 DISPLAYS: Final[dict[type, Display]] = {}

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
-from attnflow.knowledge.reading.results import EntryReport, Example, Near, Removal
+from attnflow.knowledge.reading.results import EntryRemoval, EntryReport, Example, Near
 from attnflow.report import charts, html
-from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SERIES, SOFT, blank, chart, heat_map, literal
+from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SERIES, SOFT, Figure, blank, chart, heat_map, literal
 from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
 from attnflow.report.page import Context, PagePart, Section
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _ROW: Final = 0.22  # inches of a bar
 _CELL: Final = 8  # characters of a token in a cell
@@ -34,44 +31,30 @@ def entry_part(report: EntryReport, _: Context) -> PagePart:
     )
     if report.without:
         lead = f"Its tokens are unknown: {report.without}."
-    words = [
-        [token_label(one.token, 24) for one in report.raised],
-        [token_label(one.token, 24) for one in report.lowered],
-    ]
-    said = [
-        (name, html.join([html.code(word) for word in each], " "))
-        for name, each in zip(("Raises", "Lowers"), words, strict=True)
-        if each
+    tokens = [
+        (name, html.join([html.code(token_label(pushed.token, 24)) for pushed in listed], " "))
+        for name, listed in (("Raises", report.raised), ("Lowers", report.lowered))
+        if listed
     ]
     picture = charts.in_page(lambda: entry_chart(report), f"Entry {report.entry}")
-    sections = [Section("entry", "Tokens", html.paragraph(lead, kind="lead") + html.facts(said) + picture)]
+    sections = [Section("entry", "Tokens", html.paragraph(lead, kind="lead") + html.facts(tokens) + picture)]
     if report.examples:
         sections.append(Section("texts", "Texts in which it fires", _texts(report.examples)))
     sections.append(Section("near", "Near entries", _near(report)))
     source: list[tuple[str, Content]] = [("Model", html.code(report.model)), ("Module", html.code(report.name))]
     reading = [str(report).partition("\n")[0] + "."]
-    return PagePart(
-        f"Entry {report.entry} of layer {report.layer} of {report.model}", sections, reading, numbers, source
-    )
+    title = f"Entry {report.entry} of layer {report.layer} of {report.model}"
+    return PagePart(title, sections, reading, numbers, source)
 
 
 def _texts(examples: Sequence[Example]) -> html.Html:
     lead = "For each text the place with the largest absolute weight; that token is marked."
-    rows = [
-        [
-            html.numbers([one.weight for one in examples], signed=True)[place],
-            f"{one.text}, {one.position}",
-            html.join(
-                [
-                    tag("span", token_label(token, 40), class_="token traced" if at == one.position else "token")
-                    for at, token in enumerate(one.tokens, one.first)
-                ],
-                " ",
-            ),
-        ]
-        for place, one in enumerate(examples)
-    ]
-    return html.paragraph(lead, kind="lead") + html.table(["Weight", "Text, token", "Around it"], rows, text_columns=3)
+    columns = {
+        "Weight": html.numbers([example.weight for example in examples], signed=True),
+        "Text, token": [f"{example.text}, {example.position}" for example in examples],
+        "Around it": [html.tokens(example.tokens, [example.position], example.first) for example in examples],
+    }
+    return html.paragraph(lead, kind="lead") + html.columns(columns, text_columns=3)
 
 
 def _near(report: EntryReport) -> html.Html:
@@ -102,17 +85,15 @@ def entry_chart(report: EntryReport, *, title: str | None = None) -> Figure:
     return figure
 
 
-@draws(Removal)
+@draws(EntryRemoval)
 @chart
-def removal_chart(removal: Removal, *, title: str | None = None) -> Figure:
+def removal_chart(removal: EntryRemoval, *, title: str | None = None) -> Figure:
     names = [_label(one.token, 16) for one in removal.chances]
     figure = blank(6.5, 1.3 + 0.36 * len(names))
     axes = figure.subplots()
-    for shift, name, colour in ((-0.2, "before", SOFT), (0.2, "after", SERIES[0])):
-        sizes = [getattr(one, name) for one in removal.chances]
-        places = [place + shift for place in range(len(names))]
-        label = "with the entry" if name == "before" else "without it"
-        axes.barh(places, sizes, height=0.36, color=colour, label=label)
+    before, after = ([getattr(one, name) for one in removal.chances] for name in ("before", "after"))
+    for shift, sizes, colour, label in ((-0.2, before, SOFT, "with the entry"), (0.2, after, SERIES[0], "without it")):
+        axes.barh(np.arange(len(names)) + shift, sizes, height=0.36, color=colour, label=label)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("probability of the next token")
@@ -132,10 +113,8 @@ def _pushes(axes: Any, report: EntryReport) -> None:
     axes.barh(range(len(listed)), sizes, color=[POSITIVE if size > 0 else NEGATIVE for size in sizes], height=0.7)
     reach = max(map(abs, sizes), default=1.0)
     for place, one in enumerate(listed):
-        side = "right" if one.strength > 0 else "left"
-        axes.text(
-            -0.02 * reach if side == "right" else 0.02 * reach, place, _label(one.token, 20), ha=side, va="center"
-        )
+        side, sign = ("right", -1) if one.strength > 0 else ("left", 1)
+        axes.text(sign * 0.02 * reach, place, _label(one.token, 20), ha=side, va="center")
     axes.set_xlim(-1.1 * reach, 1.1 * reach)
     axes.invert_yaxis()
     axes.set_yticks([])

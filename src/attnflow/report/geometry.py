@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 
@@ -14,15 +14,13 @@ from attnflow._core.markup import plural, shorten
 from attnflow.geometry.published import PublishedScores, Quartiles, Summary, published_scores
 from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, chance_bands
 from attnflow.report import charts, html
-from attnflow.report.charts import SERIES, SOFT, blank, chart, heat_map, literal
+from attnflow.report.charts import SERIES, SOFT, Figure, blank, chart, heat_map, literal
 from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.page import Context, PagePart, Section
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 _MAPS: Final = 24  # models whose heads are drawn
+_PUBLISHED: Final = (2.0, "excess")  # gamma and mode of the published records
 _HEAD: Final = ("model", "matrices", "symmetry", "quartiles", "chance", "directionality", "quartiles", "chance")
 _LAYER_HEAD: Final = ("layer", "symmetry", "directionality")
 
@@ -42,15 +40,14 @@ def scores_part(models: Models, _: Context) -> PagePart:
     numbers: list[tuple[str, Content]] = []
     for summary in (s for s in models[0].summaries if s.matrix == "all") if len(models) == 1 else ():
         where = tag("small", summary.what if has_several(models[0]) else f"median of {plural(summary.count, 'layer')}")
-        numbers.append(("Symmetry", tag("span", _text(summary.symmetry.median), where)))
-        numbers.append(("Directionality", tag("span", _text(summary.directionality.median), where)))
+        numbers += [(name.capitalize(), tag("span", _text(getattr(summary, name).median), where)) for name in SCORES]
     title = f"Geometry of {models[0].model if len(models) == 1 else plural(len(models), 'model')}"
     source = [("Model", code(model.model)) for model in models]
     return PagePart(title, sections, _reading(models), numbers, source)
 
 
 def _scores(models: Models) -> Section:
-    readings = sorted({(model.gamma, model.mode) for model in models})
+    readings = _by_reading(models)
     words = ", ".join(f"gamma {gamma:g} and mode {mode}" for gamma, mode in readings)
     lead = (
         "M = W_q^T W_k holds what a token looks for (rows) against what others offer (columns). Symmetry is 1 if "
@@ -62,20 +59,24 @@ def _scores(models: Models) -> Section:
         "same width and number of layers."
     )
     parts: list[Content] = [html.paragraph(lead, kind="lead")]
-    for reading in readings:
-        alike = [model for model in models if (model.gamma, model.mode) == reading]
-        behind = reading == (2.0, "excess")
-        said = f" Open marks: {len(background())} published records, without those known to be wrong." if behind else ""
-        title = "Symmetry and directionality"
-        parts.append(charts.in_page(partial(score_chart, *alike, title=" "), title, caption + said))
+    for reading, alike in readings.items():
+        behind = f" Open marks: {len(background())} published records, without those known to be wrong."
+        shown = caption + (behind if reading == _PUBLISHED else "")
+        parts.append(charts.in_page(partial(score_chart, *alike, title=" "), "Symmetry and directionality", shown))
     parts.append(html.table(_HEAD, _rows(models), text_columns=2))
     return Section("geometry", "Symmetry and directionality", html.join([*parts, *_remarks(models)]))
 
 
+def _by_reading(models: Models) -> dict[tuple[float, str], list[GeometryScores]]:
+    readings: dict[tuple[float, str], list[GeometryScores]] = {}
+    for model in sorted(models, key=lambda model: (model.gamma, model.mode)):
+        readings.setdefault((model.gamma, model.mode), []).append(model)
+    return readings
+
+
 def _by_layer(models: Models) -> Section:
     parts: list[Content] = []
-    for reading in sorted({(model.gamma, model.mode) for model in models}):
-        alike = [model for model in models if (model.gamma, model.mode) == reading]
+    for alike in _by_reading(models).values():
         draw = partial(score_chart, *alike, picture="layers", title=" ")
         parts.append(charts.in_page(draw, "Scores by layer", "The bands hold 19 of 20 random layers of this width."))
     for model in models:
@@ -103,12 +104,7 @@ def _by_head(models: Models) -> Section:
 
 
 def _reading(models: Models) -> list[Content]:
-    scored = [
-        (model, s)
-        for model in models
-        for s in model.summaries
-        if s.matrix == "all" and s.kind == "self" and not math.isnan(s.symmetry.median)
-    ]
+    scored = [(model, summary) for model, summary in _stacks(models) if summary.kind == "self"]
     if not scored:
         return ["No model has a full matrix of self-attention that could be scored."]
     if len(scored) == 1:
@@ -127,25 +123,30 @@ def _reading(models: Models) -> list[Content]:
     ]
 
 
+def _stacks(models: Models) -> list[tuple[GeometryScores, Summary]]:
+    full = [(scores, summary) for scores in models for summary in scores.summaries if summary.matrix == "all"]
+    return [(scores, summary) for scores, summary in full if not math.isnan(summary.symmetry.median)]
+
+
 def _verdict(scores: GeometryScores, summary: Summary) -> str:
     medians = {name: getattr(summary, name).median for name in SCORES}
     values = ", ".join(f"{name} {_text(median)}" for name, median in medians.items())
-    said = f"{values[:1].upper()}{values[1:]} (median of {plural(summary.count, 'layer')})."
+    verdict = f"{values.capitalize()} (median of {plural(summary.count, 'layer')})."
     bands = scores.chance(summary)
     if bands is None:
-        return said
+        return verdict
     beyond = [name for name, median in medians.items() if not bands[name][0] <= median <= bands[name][1]]
     if len(beyond) == 2:
-        said += " Random weights would hardly give either."
+        verdict += " Random weights would hardly give either."
     elif beyond:
         other = next(name for name in SCORES if name not in beyond)
-        said += f" Random weights would hardly give this {beyond[0]}; this {other} is within chance."
+        verdict += f" Random weights would hardly give this {beyond[0]}; this {other} is within chance."
     else:
-        said += " Both are within chance: random weights give such values too."
+        verdict += " Both are within chance: random weights give such values too."
     if "directionality" in beyond:
         side = "key" if medians["directionality"] < 0 else "query"
-        said += f" The {side}’s side has more of the outstanding norms."
-    return said
+        verdict += f" The {side}’s side has more of the outstanding norms."
+    return verdict
 
 
 def _rows(models: Models) -> list[list[Content]]:
@@ -199,11 +200,7 @@ def _text(value: float) -> str:
 def score_chart(
     scores: GeometryScores, *others: GeometryScores, picture: Picture = "plane", title: str | None = None
 ) -> Figure:
-    """Draws the scores of models in a plane, by layer, or (one model) by head.
-
-    "plane" shows each layer of a single model, or medians and quartiles of several, over published records. The bands
-    hold 19 of 20 models, or single layers, of random weights of the same width.
-    """
+    """The bands hold 19 of 20 models, or single layers, of random weights of the same width."""
     if picture not in ("plane", "layers", "heads"):
         raise ValueError(f'picture must be "plane", "layers" or "heads", got {picture!r}')
     if picture == "heads":
@@ -219,15 +216,10 @@ def _plane(models: Sequence[GeometryScores], title: str | None) -> Figure:
     axes = figure.add_subplot()
     axes.axhline(0, color=SOFT, linewidth=0.6, zorder=0)
     axes.axvline(0, color=SOFT, linewidth=0.6, zorder=0)
-    stacks = [
-        (scores, one)
-        for scores in models
-        for one in scores.summaries
-        if one.matrix == "all" and not math.isnan(one.symmetry.median)
-    ]
+    stacks = _stacks(models)
     single = [1] if len(stacks) == 1 else []  # whose layers are shown as well
     _bands({"symmetry": axes.axvspan, "directionality": axes.axhspan}, stacks, reading[1], [*single, 0])
-    if reading == (2.0, "excess"):
+    if reading == _PUBLISHED:
         for modality, mark in _MODALITIES.items():
             records = [record for record in background() if record.modality == modality]
             x, y = ([getattr(record, name).median for record in records] for name in SCORES)
@@ -322,8 +314,7 @@ def _bands(
 ) -> None:
     """Draws the bands of chance of each stack: of the median over `counts` of its layers, 0 for all of them.
 
-    A band has the colour of the first stack that it belongs to. It is grey if all share it, or all share its width and
-    it is that of one layer.
+    A band has its first stack's colour, or is grey where all stacks share it.
     """
     bands: dict[tuple[int, int], str] = {}
     for index, (scores, summary) in enumerate(stacks):

@@ -12,7 +12,7 @@ from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
 from attnflow.order.hasse import Hasse
-from attnflow.tasks.equivalence import GOLDEN, Hashes, mix
+from attnflow.tasks.equivalence import GOLDEN, mix
 
 _MAX_LEVELS: Final = 24
 _SEPARATE: Final = 4  # up to so many look-alike parts of a diagram are drawn apart
@@ -33,11 +33,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Grouping:
-    """A partition of a diagram into boxes, in topological order.
-
-    `links` counts the covers from lower to upper box, `levels` the longest chain of boxes below each; `how` is the
-    caption, empty if nothing was summarised.
-    """
+    """Boxes in topological order; `links` count covers, `levels` the longest chain of boxes below, `how` says it."""
 
     boxes: tuple[Box, ...]
     links: dict[tuple[int, int], int]
@@ -49,12 +45,10 @@ class Grouping:
 
 
 def groupings(diagram: Hasse, max_nodes: int, pinned: Sequence[int] = ()) -> Iterator[Grouping]:
-    """Yields ever coarser groupings with at most `max_nodes` boxes that stay acyclic.
+    """Yields ever coarser acyclic groupings with at most `max_nodes` boxes; pinned classes should keep their own.
 
-    They come in this order: single classes; chains; the coarsest equitable partition (all classes of a box cover
-    equally many classes of each other box); connected parts of roles, classes with equal numbers of covers;
-    neighbouring levels.
-    Pinned classes should keep a box of their own.
+    These are single classes; chains; the coarsest equitable partition (all classes of a box cover equally many classes
+    of each other box); connected parts of roles, classes with equal numbers of covers; neighbouring levels.
     """
     size = len(diagram.nodes)
     edges = np.array(diagram.edges, dtype=np.int64).reshape(-1, 2)
@@ -140,10 +134,7 @@ def _equitable(start: IntArray, edges: IntArray, pins: IntArray, limit: int) -> 
 
 
 def _roles(size: int, edges: IntArray, pins: IntArray, rounds: int) -> IntArray:
-    """Groups classes with equal numbers of covers below and above, and likewise their neighbours, for `rounds` rounds.
-
-    Connected parts of a role are distinguished individually while few, otherwise by size.
-    """
+    """Groups classes with equal numbers of covers and, for `rounds` rounds, alike neighbours; few parts stay apart."""
     colour = _numbered(*(np.bincount(ends, minlength=size) for ends in edges.T))
     colour[pins] = size + np.arange(len(pins))
     for _ in range(rounds):
@@ -160,19 +151,12 @@ def _numbered(*features: IntArray) -> IntArray:
 
 
 def _refined(colour: IntArray, edges: IntArray) -> IntArray:
-    """Runs one round of colour refinement over the multisets of colours below and above.
-
-    A multiset is the sum of 64-bit scrambled colours; two different ones collide with probability 2^-64.
-    """
+    """Refines by the multisets of colours below and above: sums of 64-bit hashes, which collide with odds of 2^-64."""
     base = colour.astype(np.uint64)
-    total = _scramble(base)
-    np.add.at(total, edges[:, 1], _scramble(base[edges[:, 0]] + np.uint64(1 << 40)))
-    np.add.at(total, edges[:, 0], _scramble(base[edges[:, 1]] + np.uint64(1 << 41)))
+    total = mix(base + np.uint64(GOLDEN))
+    for one, other, bit in ((0, 1, 40), (1, 0, 41)):
+        np.add.at(total, edges[:, other], mix(base[edges[:, one]] + np.uint64((1 << bit) + GOLDEN)))
     return np.unique(total, return_inverse=True)[1].astype(np.int64)
-
-
-def _scramble(values: Hashes) -> Hashes:
-    return mix(values + np.uint64(GOLDEN))
 
 
 def _components(size: int, edges: IntArray) -> IntArray:

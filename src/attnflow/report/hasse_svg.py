@@ -15,6 +15,7 @@ from attnflow._core.markup import columns, element, escape, grouped, number, plu
 from attnflow.order.hasse import Hasse
 from attnflow.report import hasse_summary as summary
 from attnflow.report import layered_layout as layout
+from attnflow.report import svg
 from attnflow.report.displays import draws
 from attnflow.report.hasse_summary import Box, Grouping
 from attnflow.report.layered_layout import Point
@@ -36,12 +37,7 @@ MAX_POINTED: Final = 4096  # positions up to which each one's box is named
 def hasse_svg(
     hasse: Hasse, *, labels: Sequence[str] | None = None, highlight: Sequence[int] = (), max_nodes: int = 60
 ) -> str:
-    """Draws a Hasse diagram as one `<svg>` for light and dark pages and for screen readers.
-
-    Beyond `max_nodes` boxes it is summarised, and the picture says how: chains become one box, then classes with the
-    same neighbours (only names are lost), then classes with equally many covers below and above. Where that does not
-    help, classes on neighbouring levels do. `highlight` is a path with the layer of each move.
-    """
+    """Beyond `max_nodes` boxes it is summarised, as `groupings` says; `highlight` is a path, one layer a move."""
     checks.integer("max_nodes", max_nodes, 2)
     class_of = {position: index for index, node in enumerate(hasse.nodes) for position in node}
     if labels is not None and len(labels) != len(class_of):
@@ -75,10 +71,7 @@ def hasse_svg(
 
 
 def diagram(hasse: Hasse, labels: Sequence[str] | None) -> dict[str, object]:
-    """Returns the diagram as plain data: `boxes`, `lines` and a `caption`.
-
-    `box_of` gives the box of each position, up to 4,096 positions.
-    """
+    """Returns plain data; `box_of` gives the box of each position, up to 4,096 positions."""
     drawn = _arranged(hasse, labels, 60, [], _BESIDE)
     boxes = [
         {"x": x, "y": y, "width": width, "height": height, "texts": words, "several": len(box.classes) > 1}
@@ -90,10 +83,9 @@ def diagram(hasse: Hasse, labels: Sequence[str] | None) -> dict[str, object]:
     ]
     content: dict[str, object] = {"boxes": boxes, "lines": lines, "width": drawn.width, "height": drawn.height}
     content["caption"] = " ".join(_summary(hasse, drawn.grouping))
-    positions = sum(len(node) for node in hasse.nodes)
-    if positions <= MAX_POINTED:
-        box_of = {place: box for index, box in drawn.grouping.box_of().items() for place in hasse.nodes[index]}
-        content["box_of"] = [box_of[position] for position in range(positions)]
+    box_of = {place: box for index, box in drawn.grouping.box_of().items() for place in hasse.nodes[index]}
+    if len(box_of) <= MAX_POINTED:
+        content["box_of"] = [box_of[position] for position in range(len(box_of))]
     return content
 
 
@@ -109,10 +101,7 @@ class _Arranged:
 
 
 def _arranged(hasse: Hasse, labels: Sequence[str] | None, max_nodes: int, path: list[int], width: float) -> _Arranged:
-    """Arranges the finest grouping that fits on a page, unconnected parts within `width`.
-
-    A layer may pass several covers, so moves are lines, too.
-    """
+    """Arranges the finest grouping that fits on a page; a layer may pass several covers, so moves are lines, too."""
     arranged: _Arranged | None = None
     for grouping in summary.groupings(hasse, max_nodes, list(dict.fromkeys(path))):
         box_of = grouping.box_of()
@@ -197,14 +186,17 @@ def bent(route: Sequence[Point]) -> str:
     return path
 
 
+def arrow_head(x: float, y: float, half: float, tail: float) -> str:
+    return f"M{pair((x - half, y + tail))}L{pair((x, y))}L{pair((x + half, y + tail))}Z"
+
+
 def _line(route: list[Point], layer: int | None, note: str, count: int | None) -> str:
     x, y = route[-1]
     hot = layer is not None
-    colour = _HOT if hot else "currentColor"
-    kind = "af-edge af-hot" if hot else "af-edge"
+    colour, kind = (_HOT, "af-edge af-hot") if hot else ("currentColor", "af-edge")
     dash = None if count else "5 4"
     width = (2.25 if hot else 1.1) + 0.8 * math.log10(count or 1)
-    head = element("path", d=f"M{pair((x - 3.5, y + 7))}L{pair((x, y))}L{pair((x + 3.5, y + 7))}Z", fill=colour)
+    head = element("path", d=arrow_head(x, y, 3.5, 7.0), fill=colour)
     stroke = element("path", d=bent(route), fill="none", stroke=colour, stroke_width=width, stroke_dasharray=dash)
     title = element("title", escape(note)) if note else ""
     return element("g", title + stroke + head, class_=kind, opacity=None if hot else "0.5")
@@ -230,10 +222,9 @@ def box(frame: Frame, text: Words, several: bool = False, hot: bool = False) -> 
     if several:
         parts.append(element("rect", x=left + 4, y=top - 4, fill="none", stroke_opacity=0.45, **common))
     parts.append(element("rect", x=left, y=top, class_="af-face", fill="currentColor", fill_opacity=0.07, **common))
-    ink = {"fill": "currentColor"}
-    parts.append(element("text", escape(first), x=x, y=y - 3 if second else y + 4.3, font_size=12, **ink))
+    parts.append(svg.text(first, x, y - 3 if second else y + 4.3, 12))
     if second:
-        parts.append(element("text", escape(second), x=x, y=y + 12, font_size=10.4, **ink, fill_opacity=0.72))
+        parts.append(svg.text(second, x, y + 12, 10.4, opacity=0.72))
     kind = "af-node" + (" af-several" if several else "") + (" af-hot" if hot else "")
     return element("g", "".join(parts), class_=kind, text_anchor="middle", font_family=MONO)
 

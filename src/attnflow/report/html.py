@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from attnflow._core.markup import element, escape, grouped
+from attnflow._core.markup import element, escape, grouped, token_label
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ def paragraph(*content: Content, kind: str | None = None) -> Html:
     return tag("p", *content, class_=kind)
 
 
+def tokens(texts: Iterable[str], traced: Collection[int], first: int = 0) -> Html:
+    kinds = ("token", "token traced")
+    return join((tag("span", token_label(t, 40), class_=kinds[at in traced]) for at, t in enumerate(texts, first)), " ")
+
+
 def rest(count: int) -> Html:
     """Says how many items a list leaves out; empty if `count` is not positive."""
     return paragraph(f"… and {grouped(count)} more.", kind="lead") if count > 0 else Html("")
@@ -67,6 +72,10 @@ def table(
         cells = (cell("td", i, content) for i, content in enumerate(row))
         body.append(tag("tr", *cells, class_="marked" if index in emphasised else None))
     return tag("div", tag("table", tag("thead", top), tag("tbody", *body)), class_="scroll", tabindex=0, role="region")
+
+
+def columns(values: Mapping[str, Iterable[Content]], text_columns: int = 1) -> Html:
+    return table(list(values), zip(*values.values(), strict=True), text_columns=text_columns)
 
 
 def figure(picture: str | Html, caption: Content | None = None, *, read_out: bool = False, kind: str = "") -> Html:

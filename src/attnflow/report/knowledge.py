@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.knowledge.reading.provenance import Fired, Trace
 from attnflow.report import charts, html
-from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SOFT, blank, chart, heat_map, literal, name_axis
+from attnflow.report.charts import SOFT, Array, Figure, chart, literal, name_axis
 from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
 from attnflow.report.page import Context, PagePart, Section
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Array = npt.NDArray[np.floating[Any]]
 
 _BARS: Final = 16
 _ROWS: Final = 40
 _CLIPPED: Final = 99  # percentile at which the colours of a map end
 ABLATED: Final = (
-    "The direct effect is what the entry itself adds to the logit. Ablated is what the logit loses when the model runs "
-    "without the entry and later layers react; beside it what the probability loses."
+    "The effect is a first-order estimate of what the logit loses without the entry. Ablated is what it loses when the "
+    "model runs without the entry and later layers react; beside it what the probability loses."
 )
 _PROMPT: Final = 400  # tokens of a prompt that are shown; of a longer one the last
 _WIDEST: Final = 96  # tokens of a map; of a longer text the last ones
@@ -47,29 +41,21 @@ def trace_part(trace: Trace, _: Context) -> PagePart:
     if not trace.without:
         caption += " Blue raises the logit of the target, red lowers it."
     chart = charts.in_page(lambda: trace_chart(trace, picture="layers", title=" "), "Layers by tokens", caption)
-    sections = [
-        _prompt(trace),
-        _entries(trace),
-        Section("maps", "Layer by layer, token by token", chart),
-        _layers(trace),
-    ]
+    maps = Section("maps", "Layer by layer, token by token", chart)
+    sections = [_prompt(trace), _entries(trace), maps, _layers(trace)]
     source = [("Model", html.code(trace.model))]
     return PagePart(f"Entries that fired in {trace.model}", sections, _reading(trace), numbers, source)
 
 
 def _prompt(trace: Trace) -> Section:
     first = max(0, len(trace.tokens) - _PROMPT)
-    traced = set(trace.positions)
-    tokens = [
-        tag("span", token_label(token, 40), class_="token traced" if position in traced else "token")
-        for position, token in enumerate(trace.tokens[first:], first)
-    ]
     before = f"… {plural(first, 'token')} before. " if first else ""
-    parts = [html.paragraph(before, *(part for token in tokens for part in (token, " ")), kind="prompt")]
+    tokens = html.tokens(trace.tokens[first:], trace.positions, first)
+    body = html.paragraph(before, tokens, " " if trace.tokens else "", kind="prompt")
     if trace.targets:
-        asked = ("The effects are about the logit of ", html.code(token_label(trace.targets[-1], 24)), " after it.")
-        parts.append(html.paragraph(*asked, kind="lead"))
-    return Section("prompt", "Prompt", html.join(parts))
+        target = html.code(token_label(trace.targets[-1], 24))
+        body += html.paragraph("The effects are about the logit of ", target, " after it.", kind="lead")
+    return Section("prompt", "Prompt", body)
 
 
 def _entries(trace: Trace) -> Section:
@@ -78,47 +64,44 @@ def _entries(trace: Trace) -> Section:
     strongest = trace.fired(-1, count=_ROWS)
     if not strongest:
         return Section("entries", title, html.paragraph("No entry fired for the last token."))
-    if trace.without:
-        lead = f"The entries with the largest contributions. There are no direct effects: {trace.without}."
+    effects = any(one.effect is not None for one in strongest)
+    if not effects:
+        lead = "The entries with the largest contributions: the model has no logits on which they could have effects."
     else:
         lead = (
-            f"What the strongest entries add to the logit of the token {token_label(trace.targets[row], 24)!r} at "
-            f"{token_label(trace.tokens[trace.positions[row]], 24)!r}, less what they add to all tokens alike: their "
-            "direct effect, with the scale of the final norm held still and without the detours through later layers. "
-            "An entry is named by layer and id. Its words are its text, or the tokens whose logits it raises (↑) and "
-            "lowers (↓) most here: weight times value, seen by the unembedding."
+            f"The entries with the largest effects on the logit of the token {token_label(trace.targets[row], 24)!r} "
+            f"at {token_label(trace.tokens[trace.positions[row]], 24)!r}: first-order estimates of what it loses "
+            "without them, over all paths. The direct effect leaves out the paths through later layers. An entry is "
+            "named by layer and number. Its words are its text, or the tokens whose logits it raises (↑) and lowers "
+            "(↓) most here: weight times value, seen by the unembedding."
         )
-    words = [entry_words(one, 90) or "–" for one in strongest]
-    columns: dict[str, Sequence[str]] = {
-        "Entry": [entry_name(one) for one in strongest],
-        "Text, or tokens": words,
-        "Score": html.numbers([one.score for one in strongest], signed=True),
-        "Threshold": html.numbers([one.threshold for one in strongest], signed=True),
-        "Weight": html.numbers([one.weight for one in strongest], signed=True),
-        "Norm": html.numbers([one.norm for one in strongest]),
-        "Direct effect": html.numbers(_column(strongest, "effect"), signed=True),
-    }
-    if not any(one.threshold for one in strongest):
-        del columns["Threshold"]  # the layers have no biases
+        lead += f" There are no direct effects: {trace.without}." if trace.without else ""
+    columns: dict[str, Sequence[str]] = {"Entry": [entry_name(fired) for fired in strongest]}
+    words = [entry_words(fired, 90) or "–" for fired in strongest]
+    if {*words} != {"–"}:  # without an unembedding and without a store, entries have no words
+        columns["Text, or tokens"] = words
+    names = {"Score": "score", "Threshold": "threshold", "Weight": "weight", "Norm": "norm", "Effect": "effect"}
+    names["Direct effect"] = "direct_effect"
+    if not any(fired.threshold for fired in strongest):
+        del names["Threshold"]  # the layers have no biases
+    if not effects:
+        del names["Effect"]
     if trace.without:
-        del columns["Direct effect"]
-    if {*words} == {"–"}:  # without an unembedding and without a store, entries have no words
-        del columns["Text, or tokens"]
-    if any(one.ablated_effect is not None for one in strongest):
-        columns["Ablated"] = html.numbers(_column(strongest, "ablated_effect"), signed=True)
-        columns["Probability lost"] = html.numbers(_column(strongest, "probability_effect"), signed=True)
+        del names["Direct effect"]
+    if any(fired.ablated_effect is not None for fired in strongest):
+        names |= {"Ablated": "ablated_effect", "Probability lost": "probability_effect"}
         lead += f" {ABLATED}"
-    table = html.table(
-        list(columns), zip(*columns.values(), strict=True), text_columns=1 + ("Text, or tokens" in columns)
-    )
-    what = "Norms of contributions" if trace.without else "Direct effects of entries"
+    for name, field in names.items():
+        values = [getattr(fired, field) for fired in strongest]
+        columns[name] = _numbers(values, signed=name != "Norm")
+    table = html.columns(columns, text_columns=1 + ("Text, or tokens" in columns))
+    what = "Effects of entries" if effects else "Norms of contributions"
     chart = charts.in_page(lambda: trace_chart(trace, picture="entries", count=_BARS), what)
     return Section("entries", title, html.paragraph(lead, kind="lead") + chart + table)
 
 
-def _column(entries: Sequence[Fired], name: str) -> list[float]:
-    values = [getattr(one, name) for one in entries]
-    return [math.nan if value is None else value for value in values]
+def _numbers(values: Sequence[float | None], signed: bool = True) -> list[str]:
+    return html.numbers([math.nan if value is None else value for value in values], signed=signed)
 
 
 def _layers(trace: Trace) -> Section:
@@ -137,13 +120,12 @@ def _layers(trace: Trace) -> Section:
     if not trace.without:
         lead += f" {_sum(trace)}"
         for name, effects in (
-            ("Entries’ effect", [one.effect for one in layers]),
-            ("Attention’s effect", [one.attention_effect for one in layers]),
+            ("Entries’ direct effect", [one.direct_effect for one in layers]),
+            ("Attention’s direct effect", [one.attention_effect for one in layers]),
         ):
             if any(effect is not None for effect in effects):
-                values = [math.nan if effect is None else float(effect[-1]) for effect in effects]
-                columns[name] = html.numbers(values, signed=True)
-    table = html.table(list(columns), zip(*columns.values(), strict=True))
+                columns[name] = _numbers([None if effect is None else float(effect[-1]) for effect in effects])
+    table = html.columns(columns)
     return Section("layers", "Each layer in numbers", html.paragraph(lead, kind="lead") + table)
 
 
@@ -158,10 +140,9 @@ def _reading(trace: Trace) -> list[Content]:
         said += [
             " At ",
             html.code(token_label(one.token)),
-            f" the entry with the largest direct effect, {one.entry} of layer {one.layer}, "
-            f"{'raises' if effect > 0 else 'lowers'} the logit of ",
+            f" the entry with the largest effect, {one.name}, is {'for' if effect > 0 else 'against'} ",
             html.code(token_label(one.target)),
-            f" by {abs(effect):.3g}.",
+            f": an estimate of {abs(effect):.3g} in its logit.",
         ]
     elif trace.without:
         said.append(f" Direct effects on the logits are not defined: {trace.without}.")
@@ -170,7 +151,7 @@ def _reading(trace: Trace) -> list[Content]:
 
 def _sum(trace: Trace) -> str:
     terms = [
-        ("entries", math.fsum(float(one.effect[-1]) for one in trace if one.effect is not None)),
+        ("entries", math.fsum(float(one.direct_effect[-1]) for one in trace if one.direct_effect is not None)),
         ("attention", math.fsum(float(one.attention_effect[-1]) for one in trace if one.attention_effect is not None)),
     ]
     for name, value in (("embedding", trace.embedding_effect), ("constants", trace.constant_effect)):
@@ -195,10 +176,7 @@ def trace_chart(
     count: int = 12,
     title: str | None = None,
 ) -> Figure:
-    """Draws layers by tokens, first layer on top, and the strongest entries of a token.
-
-    The maps are the share of active entries and their direct effect, or without effects the norm of what they write.
-    """
+    """The maps are the share of active entries and their direct effect, or without effects the norm they write."""
     if picture not in ("all", "layers", "entries"):
         raise ValueError(f'picture must be "all", "layers" or "entries", got {picture!r}')
     strongest = trace.fired(position, count=count)
@@ -210,7 +188,7 @@ def trace_chart(
         "layers": ([wide, wide], maps),
         "entries": ([7.6], bars),
     }[picture]
-    figure = blank(sum(widths) if picture == "layers" else min(16.0, sum(widths)), height)
+    figure = charts.blank(sum(widths) if picture == "layers" else min(16.0, sum(widths)), height)
     panels = list(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
     if picture != "layers":
         _bars(panels.pop(), trace, strongest, trace.row(position))
@@ -232,12 +210,12 @@ def active_shares(trace: Trace) -> Array:
 
 def written(trace: Trace) -> Array:
     """Returns the direct effect of all entries on the target, or else the norm they write, [layers, positions]."""
-    each = [one.output_norm if trace.without else one.effect for one in trace]
+    each = [one.output_norm if trace.without else one.direct_effect for one in trace]
     return np.stack([np.asarray(values, dtype=np.float64) for values in each])
 
 
 def entry_name(one: Fired) -> str:
-    return f"{one.layer} · {one.entry}" + (f" · head {one.head}" if one.head else "")
+    return one.name + (f" · head {one.head}" if one.head else "")
 
 
 def entry_words(one: Fired, limit: int = 28) -> str:
@@ -246,7 +224,7 @@ def entry_words(one: Fired, limit: int = 28) -> str:
     count = 2 if limit < 40 else 3
     sides = (("↑", one.promotes), ("↓", one.suppresses))
     words = (" ".join([arrow, *map(token_label, each[:count])]) for arrow, each in sides if each)
-    return shorten("  ".join(words), limit).translate(PICTURES)
+    return shorten("  ".join(words), limit).translate(charts.PICTURES)
 
 
 def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool, unit: str) -> None:
@@ -255,7 +233,7 @@ def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool, uni
     sizes = np.abs(table)
     largest = float(sizes.max(initial=0.0)) or 1.0
     limit = (float(np.percentile(sizes, _CLIPPED)) if sizes.size else 0.0) or largest
-    heat_map(axes, table, limit, signed=signed, label=unit)
+    charts.heat_map(axes, table, limit, signed=signed, label=unit)
     names = [trace.token(row) for row in range(first, len(trace.positions))]
     name_axis(axes.xaxis, names, list(trace.positions[first:]), turned=True)
     name_axis(axes.yaxis, [str(one.layer) for one in trace], [one.layer for one in trace])
@@ -269,7 +247,7 @@ def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool, uni
 
 def _bars(axes: Any, trace: Trace, strongest: list[Fired], row: int) -> None:
     """Draws the entries for the target, then those against it, each with the effect of its ablation if tried."""
-    effects = not trace.without
+    effects = any(one.effect is not None for one in strongest)
     sizes = {id(one): one.norm if one.effect is None else one.effect for one in strongest}
     apart = [[one for one in strongest if sizes[id(one)] > 0], [one for one in strongest if sizes[id(one)] <= 0]]
     listed = [*apart[0], *apart[1]]
@@ -278,9 +256,9 @@ def _bars(axes: Any, trace: Trace, strongest: list[Fired], row: int) -> None:
     tried = [(at, one.ablated_effect) for at, one in zip(places, listed, strict=True) if one.ablated_effect is not None]
     reach = max(map(abs, [*sizes.values(), *(effect for _, effect in tried)]), default=1.0) or 1.0
     height, shift = (0.38, 0.2) if tried else (0.7, 0.0)
-    colours = [POSITIVE if sizes[id(one)] > 0 else NEGATIVE for one in listed]
+    colours = [charts.POSITIVE if sizes[id(one)] > 0 else charts.NEGATIVE for one in listed]
     shifted = [at - shift for at in places]
-    axes.barh(shifted, [sizes[id(one)] for one in listed], color=colours, height=height, label="direct effect")
+    axes.barh(shifted, [sizes[id(one)] for one in listed], color=colours, height=height, label="effect")
     if tried:
         shifted, lost = [at + shift for at, _ in tried], [effect for _, effect in tried]
         axes.barh(shifted, lost, color=SOFT, height=height, label="ablated: lost without the entry")

@@ -22,11 +22,7 @@ _LINE_GAP: Final = 14.0
 
 @dataclass(frozen=True)
 class LayeredPlacement:
-    """Centres of the nodes and routes of the edges; y grows downwards.
-
-    A route runs from the top of the lower node to the bottom of the upper one, alternating vertical stretches inside
-    rows with oblique ones between rows. No node lies where a stretch passes.
-    """
+    """Centres, and routes upwards: vertical stretches inside rows and oblique ones between them; y grows down."""
 
     centres: list[Point]
     routes: list[list[Point]]
@@ -72,10 +68,7 @@ class _Rows:
 def place(
     sizes: Sequence[tuple[float, float]], levels: Sequence[int], edges: Sequence[tuple[int, int]], row_gap: float = 40.0
 ) -> LayeredPlacement:
-    """Places boxes of the given (width, height) on the rows `levels`; edges go from lower to upper.
-
-    Cost: O(sweeps x vertices x log), with a vertex for each node and for each row that an edge passes.
-    """
+    """Places boxes of (width, height) on rows. Cost: O(sweeps v log v), v the nodes and the rows that edges pass."""
     graph = _Rows([width for width, _ in sizes], levels, edges)
     _reduce_crossings(graph)
     x = _coordinates(graph)
@@ -220,10 +213,7 @@ def _coordinates(graph: _Rows) -> list[float]:
 
 
 def _settle(graph: _Rows, row: list[int], x: list[float]) -> None:
-    wanted: list[float] = []
-    weights: list[float] = []
-    offset = 0.0
-    offsets: list[float] = []
+    wanted, weights, offsets, offset = list[float](), list[float](), list[float](), 0.0
     for index, v in enumerate(row):
         offset += graph.gap(row[index - 1], v) if index else 0.0
         offsets.append(offset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from attnflow._core.markup import element, escape, grouped, number, percent, plural, shorten
@@ -35,10 +35,8 @@ def mask_part(subject: Mask | Flow, context: Context) -> PagePart:
         sections += [order.order(flow, context.labels), order.growth_by_layer(flow)]
     if 0 not in masks[0].shape:
         sections.append(_blocks(layers))
-    source = (
-        "Mask" if len(layers) == 1 else "Masks",
-        html.join(dict.fromkeys(_name(mask) for mask, _ in layers[:4]), ", "),
-    )
+    names = html.join(dict.fromkeys(_name(mask) for mask, _ in layers[:4]), ", ")
+    source = ("Mask" if len(layers) == 1 else "Masks", names)
     title = shorten(repr(masks[0]), 200) if len(masks) == 1 else f"{len(masks)} layers of masks"
     return PagePart(title, sections, _reading(masks, layers, flow, missing), _numbers(masks, layers, flow), [source])
 
@@ -93,10 +91,8 @@ def _picture(masks: Sequence[Mask], layers: Layers, context: Context) -> Section
     if len(layers) == 1:
         mask, labels = layers[0][0], context.labels
         small = labels if labels is not None and len(labels) <= 32 else None
-        svg = mask_svg(mask, labels=small, size=520)
-        left = html.figure(svg, _caption(mask), read_out=True)
-        beside = tag("div", left, html.facts(_facts(mask)), class_="pair")
-        return Section("mask", "Mask", beside)
+        picture = html.figure(mask_svg(mask, labels=small, size=520), _caption(mask), read_out=True)
+        return Section("mask", "Mask", tag("div", picture, html.facts(_facts(mask)), class_="pair"))
     figures: list[Html] = []
     for mask, numbers in layers[:_SHOWN]:
         allowed = _name(mask) + Html(f", {percent(mask.density)} allowed")
@@ -139,14 +135,12 @@ def _value(value: object) -> str:
 
 
 def _caption(mask: Mask) -> str:
-    if max(mask.shape) <= 64:
-        return (
-            "Row = query, column = key. A filled cell lets the query attend to the key: information flows key to query."
-        )
-    return (
-        "Row = query, column = key. The stronger the colour of a block, the more of its pairs are allowed; "
-        "only blocks that allow every pair have the full colour."
+    exact = "A filled cell lets the query attend to the key: information flows key to query."
+    shaded = (
+        "The stronger the colour of a block, the more of its pairs are allowed; only blocks that allow every pair have "
+        "the full colour."
     )
+    return f"Row = query, column = key. {exact if max(mask.shape) <= 64 else shaded}"
 
 
 def _layers(layers: list[int]) -> str:
@@ -154,11 +148,9 @@ def _layers(layers: list[int]) -> str:
 
 
 def block_sizes(mask: Mask) -> list[int]:
-    """Returns 128, FlexAttention's block, and up to two smaller sizes that give 2 to 32 blocks.
+    """Returns 128, FlexAttention's block, or more where those would take long, and up to two smaller sizes.
 
-    A mask of blocks, such as BigBird's, is counted at their size and at the largest size that divides it instead.
-
-    Above a million positions, or 180,000 that are numbered apart, larger blocks than 128, which are soon counted.
+    These give 2 to 32 blocks, or are that of a mask of blocks, such as BigBird's, and the largest that divides it.
     """
     n, block = max(mask.shape), 128
     while n * n > (_SCATTERED * block if mask.numbered_keys()[1] is not None else _COUNTED * block * block):
@@ -169,11 +161,6 @@ def block_sizes(mask: Mask) -> list[int]:
     return [block, *[size for size in (64, 32, 16, 8, 4) if 2 * size <= n <= 32 * size][:2]]
 
 
-def _titled(masks: Layers) -> Iterator[tuple[Mask, Html]]:
-    for mask, where in masks[:_SHOWN]:
-        yield mask, tag("h3", f"{_layers(where)} · ", _name(mask)) if len(masks) > 1 else Html("")
-
-
 def _blocks(masks: Layers) -> Section:
     lead = (
         "A block-sparse kernel such as FlexAttention skips blocks without an allowed pair, and applies the mask "
@@ -182,7 +169,8 @@ def _blocks(masks: Layers) -> Section:
     kinds = ("full", "partial", "empty")
     key = tag("ul", *(tag("li", tag("span", class_=f"swatch-{kind}"), kind) for kind in kinds), class_="keyline")
     body = html.paragraph(lead, kind="lead") + key
-    for mask, title in _titled(masks):
+    for mask, where in masks[:_SHOWN]:
+        title = tag("h3", f"{_layers(where)} · ", _name(mask)) if len(masks) > 1 else Html("")
         rows: list[list[Content]] = []
         for size in block_sizes(mask):
             s = mask.block_sparsity(size)
@@ -196,8 +184,7 @@ def _blocks(masks: Layers) -> Section:
 
 
 def _share_bar(parts: Sequence[tuple[str, int]], width: float = 220.0) -> str:
-    total, x = sum(amount for _, amount in parts) or 1, 0.0
-    pieces: list[str] = []
+    total, x, pieces = sum(amount for _, amount in parts) or 1, 0.0, list[str]()
     for name, amount in parts:
         title = element("title", escape(f"{name}: {grouped(amount)} of {grouped(total)}"))
         length = width * amount / total

@@ -16,7 +16,7 @@ from attnflow._core.checks import IntArray
 from attnflow._core.markup import columns, element, escape, grouped, number, percent, plural, shorten, visible
 from attnflow.masks.mask import Mask
 from attnflow.report.displays import draws
-from attnflow.report.svg import MONO, root
+from attnflow.report.svg import MONO, root, text
 
 _CELLS: Final = 96  # rows and columns of the heat map of a large mask
 _EXACT: Final = 64  # positions up to which every pair is a cell
@@ -31,10 +31,7 @@ _ASCII_SHADES: Final = " .-+#"
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Allowed pairs in each cell of `query_step` queries by `key_step` keys.
-
-    `counts` and `pairs` (all pairs of a cell) are int64[rows, columns]; cells at the far edges are smaller.
-    """
+    """Allowed and all pairs in each cell of `query_step` queries by `key_step` keys, int64[rows, columns]."""
 
     counts: IntArray
     pairs: IntArray
@@ -77,11 +74,7 @@ def ticks(size: int, most: int = 6) -> list[int]:
 
 @draws(Mask)
 def mask_svg(mask: Mask, *, labels: Sequence[str] | None = None, size: int = 440) -> str:
-    """Draws a mask as one `<svg>`, queries downwards, keys to the right; filled means allowed.
-
-    Above 64 queries or keys it is a heat map of at most 96 x 96 blocks; only fully allowed blocks have the full colour.
-    Labels appear on square masks of at most 32 positions. Cost: O(intervals + cells), never n x n.
-    """
+    """Above 64 queries or keys it is a heat map of at most 96 x 96 blocks. Cost: O(intervals + cells), never n x n."""
     checks.integer("size", size, 64)
     if labels is not None and mask.shape != (len(labels), len(labels)):
         raise ValueError(f"labels need a square mask of {len(labels)} positions, got shape {mask.shape}")
@@ -89,32 +82,28 @@ def mask_svg(mask: Mask, *, labels: Sequence[str] | None = None, size: int = 440
     cells = grid(mask, step, step)
     rows, cols = cells.counts.shape
     side = min(24.0, max(1.0, round(4 * size / max(rows, cols, 1)) / 4))
-    names = [shorten(text, 12) for text in labels] if labels is not None and len(labels) <= 32 else None
+    names = [shorten(label, 12) for label in labels] if labels is not None and len(labels) <= 32 else None
     margin = 20 + 6.7 * max(map(columns, names), default=0) if names else _left(mask)
     above = margin - 6 if names else 42.0
     width, height = cols * side, rows * side
-    parts = [_frame(width, height), _paths(cells, side)]
+    ink = {"fill": "currentColor", "fill_opacity": 0.04, "stroke": "currentColor", "stroke_opacity": 0.4}
+    parts = [element("rect", width=width, height=height, **ink, class_="af-frame"), _paths(cells, side)]
     if cells.is_exact and max(rows, cols) <= 32:
         parts.append(_rules(rows, cols, side))
     parts += _named_axes(names, side) if names else _axes(mask, cells, side)
     legend = "" if cells.is_exact else _legend(cells, height + 18)
     full_height = above + height + (58 if legend else 10)
-    full_width = max(
-        margin + width + max(16.0, 5.0 * len(grouped(mask.num_keys))), margin + 330 if legend else 0.0, margin + 96
-    )
+    full_width = margin + max(width + max(16.0, 5.0 * len(grouped(mask.num_keys))), 330 if legend else 0.0, 96)
     body = element("g", "".join(parts) + legend, transform=f"translate({number(margin)},{number(above)})")
-    what = f"Mask {mask!r}: {percent(mask.density)} of {mask.shape} pairs allowed"
-    return root(
-        body,
-        full_width,
-        full_height,
-        shorten(what, 300),
-        f"af-svg {'af-named' if names else 'af-mask'}",
-        data_shape=f"{mask.num_queries} {mask.num_keys}",
-        data_step=f"{cells.query_step} {cells.key_step}",
-        data_cells=_coded(cells),
-        data_box=f"{number(margin)} {number(above)} {number(side)}",
-    )
+    what = shorten(f"Mask {mask!r}: {percent(mask.density)} of {mask.shape} pairs allowed", 300)
+    data = {
+        "data_shape": f"{mask.num_queries} {mask.num_keys}",
+        "data_step": f"{cells.query_step} {cells.key_step}",
+        # The shares for the script's read-out, one base-64 digit per cell.
+        "data_cells": "".join(_CODE[level] for level in cells.levels(len(_CODE) - 1).reshape(-1).tolist()),
+        "data_box": f"{number(margin)} {number(above)} {number(side)}",
+    }
+    return root(body, full_width, full_height, what, f"af-svg {'af-named' if names else 'af-mask'}", **data)
 
 
 def _paths(cells: Grid, side: float) -> str:
@@ -147,13 +136,6 @@ def _opacity(step: int) -> float:
     return 1.0 if step == _STEPS else 0.12 + 0.68 * step / _STEPS
 
 
-def _frame(width: float, height: float) -> str:
-    return element(
-        "rect", width=width, height=height, fill="currentColor", fill_opacity=0.04, stroke="currentColor",
-        stroke_opacity=0.4, class_="af-frame",
-    )  # fmt: skip
-
-
 def _rules(rows: int, cols: int, side: float) -> str:
     lines = [f"M0 {number(r * side)}h{number(cols * side)}" for r in range(1, rows)]
     lines += [f"M{number(c * side)} 0v{number(rows * side)}" for c in range(1, cols)]
@@ -162,7 +144,6 @@ def _rules(rows: int, cols: int, side: float) -> str:
 
 def _axes(mask: Mask, cells: Grid, side: float) -> list[str]:
     height = cells.counts.shape[0] * side
-    text = {"font_size": 11.5, "fill": "currentColor", "fill_opacity": 0.78}
     name = {"font_size": 12, "fill": "currentColor", "font_weight": 600}
     parts = [element("text", "key →", x=0, y=-25, **name)]
     if height:
@@ -170,10 +151,10 @@ def _axes(mask: Mask, cells: Grid, side: float) -> list[str]:
         parts.append(element("text", "← query", transform=turned, **name))
     for key in ticks(mask.num_keys, 7):
         x = (key + 0.5) / cells.key_step * side
-        parts.append(element("text", grouped(key), x=x, y=-6, text_anchor="middle", **text))
+        parts.append(text(grouped(key), x, -6, anchor="middle", opacity=0.78))
     for query in ticks(mask.num_queries, 7):
         y = (query + 0.5) / cells.query_step * side + 4
-        parts.append(element("text", grouped(query), x=-6, y=y, text_anchor="end", **text))
+        parts.append(text(grouped(query), -6, y, anchor="end", opacity=0.78))
     return parts
 
 
@@ -182,46 +163,31 @@ def _left(mask: Mask) -> float:
 
 
 def _named_axes(names: list[str], side: float) -> list[str]:
-    text = {"font_size": min(11.0, side - 1), "fill": "currentColor", "font_family": MONO}
+    look = {"font_size": min(11.0, side - 1), "fill": "currentColor", "font_family": MONO}
     parts: list[str] = []
     for index, name in enumerate(names):
         middle = (index + 0.5) * side
-        parts.append(element("text", escape(name), x=-6, y=middle + 4, text_anchor="end", **text))
-        parts.append(element("text", escape(name), transform=f"translate({number(middle + 4)},-6) rotate(-90)", **text))
+        parts.append(element("text", escape(name), x=-6, y=middle + 4, text_anchor="end", **look))
+        parts.append(element("text", escape(name), transform=f"translate({number(middle + 4)},-6) rotate(-90)", **look))
     return parts
 
 
 def _legend(cells: Grid, top: float) -> str:
-    text = {"font_size": 11.5, "fill": "currentColor", "fill_opacity": 0.78}
-    squares = [
-        element(
-            "rect", x=40 + 14 * i, y=top, width=14, height=10, fill=_COLOUR, fill_opacity=_opacity(i), class_="af-cell"
-        )
-        for i in range(1, _STEPS + 1)
-    ]
-    frame = element(
-        "rect", x=40, y=top, width=14 * (_STEPS + 1), height=10, fill="none", stroke="currentColor", stroke_opacity=0.4
-    )
-    left, right = element("text", "0 %", x=0, y=top + 9, **text), element("text", "100 %", x=190, y=top + 9, **text)
+    parts = [text("0 %", 0, top + 9, opacity=0.78)]
+    for step in range(1, _STEPS + 1):
+        place = {"x": 40 + 14 * step, "y": top, "width": 14, "height": 10}
+        parts.append(element("rect", **place, fill=_COLOUR, fill_opacity=_opacity(step), class_="af-cell"))
+    place = {"x": 40, "y": top, "width": 14 * (_STEPS + 1), "height": 10}
+    parts.append(element("rect", **place, fill="none", stroke="currentColor", stroke_opacity=0.4))
     unit = f"allowed per block of {grouped(cells.query_step)} queries × {plural(cells.key_step, 'key')}"
-    return left + "".join(squares) + frame + right + element("text", unit, x=0, y=top + 30, **text)
-
-
-def _coded(cells: Grid) -> str:
-    """Encodes the shares for the script's read-out, one base-64 digit per cell."""
-    top = len(_CODE) - 1
-    return "".join(np.array(list(_CODE))[cells.levels(top)].reshape(-1).tolist())
+    parts += [text("100 %", 190, top + 9, opacity=0.78), text(unit, 0, top + 30, opacity=0.78)]
+    return "".join(parts)
 
 
 def mask_text(mask: Mask, width: int | None = None, ascii_only: bool | None = None) -> str:
-    """Renders a mask as text, queries downwards, keys to the right.
-
-    Small masks show every pair; up to 64 queries that fit, half blocks hold two queries per line. Larger masks are
-    shaded: blank only where no pair is allowed, darkest only where all are. The last line says which it is.
-    """
-    columns = (
-        min(100, shutil.get_terminal_size().columns) if width is None else checks.integer("width", width, _NARROWEST)
-    )
+    """Small masks show every pair, larger ones two queries a line, the largest shades; the last line names them."""
+    most = shutil.get_terminal_size().columns
+    columns = min(100, most) if width is None else checks.integer("width", width, _NARROWEST)
     plain = not _can_draw() if ascii_only is None else ascii_only
     queries, keys = mask.shape
     times = "x" if plain else "×"
@@ -229,10 +195,9 @@ def mask_text(mask: Mask, width: int | None = None, ascii_only: bool | None = No
     wrapped = [line.replace("\xa0", " ") for line in textwrap.wrap(size.replace("\u202f", ","), columns)]
     name = visible(repr(mask))
     name = name.encode("ascii", "replace").decode() if plain else name
-    named = textwrap.wrap(
-        name, columns, subsequent_indent="  ", break_on_hyphens=False, max_lines=3, placeholder=" ..."
-    )
-    head = [*named, *wrapped, ""]
+    fold = textwrap.TextWrapper(columns, subsequent_indent="  ", max_lines=3, placeholder=" ...")
+    fold.break_on_hyphens = False
+    head = [*fold.wrap(name), *wrapped, ""]
     if 0 in mask.shape:
         return "\n".join([*head, "no pairs to show"])
     label = len(str(queries - 1))
@@ -284,7 +249,7 @@ def _key(cells: Grid, shades: str, columns: int) -> list[str]:
     names = [f"{shade} < {round(100 * (i + 1) / between)} %" for i, shade in enumerate(shades[1:-1])]
     key = "  ".join(name.replace(" ", "\0") for name in [*names, f"{shades[-1]} all"])  # wrapped between signs only
     unit = f"a sign: {cells.query_step} queries by {plural(cells.key_step, 'key')}".replace("\u202f", ",")
-    return [line.replace("\0", " ") for text in (unit, key) for line in textwrap.wrap(text, columns)]
+    return [line.replace("\0", " ") for part in (unit, key) for line in textwrap.wrap(part, columns)]
 
 
 def _axis(keys: int, step: int, label: int, columns: int) -> str:

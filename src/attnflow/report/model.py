@@ -1,25 +1,28 @@
-"""The page about a model: first the verdict of its audit, last the masks that it declares."""
+"""The page about a model: the verdict and the flow of one answer first, last the masks that it declares."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
 from torch import Tensor, nn
 
-from attnflow import audit, bias, geometry, knowledge
+from attnflow import audit, bias, explain, geometry, knowledge
 from attnflow._core.errors import AttnflowError
 from attnflow._core.progress import Progress
 from attnflow.bias.kind import layer_biases
+from attnflow.explain.explanation import Edge, Explanation
 from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.geometry.table import GeometryScores
 from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow
 from attnflow.report import html
-from attnflow.report.attribution import CHOICE, attribution_part
+from attnflow.report.attribution import CHOICE, attribution_part, why
 from attnflow.report.audit import audit_part
 from attnflow.report.bias import bias_part
+from attnflow.report.explain import explanation_part
 from attnflow.report.geometry import scores_part
 from attnflow.report.knowledge import trace_part
 from attnflow.report.mask import mask_part
@@ -36,10 +39,12 @@ def model_page(
     details: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Page:
-    """Write a page about a model: its audit, geometry, bias if any, the entries that fired, and the declared order.
+    """Write a page about a model: the flow of its answer to a text, then its audit, geometry, bias, entries and order.
 
-    It says why one head, two thirds up, looked where it did from the last token: of its layer's heads the one with the
-    most weight on a token besides the first and the last.
+    It opens with the audit's verdict, the text, who told the answer, and a line for each of the four questions: who may
+    send, how strongly, in which geometry, from which store. Then it says why the head that told most looked there.
+    Where no answer can be explained, it takes the head two thirds up with the most weight on a token besides the first
+    and the last.
 
     Args:
         model: any model, or a result of `af.load_model`.
@@ -51,7 +56,7 @@ def model_page(
     Returns:
         The page. Parts that do not work for this model are listed at its end with the reason; the rest is shown.
 
-    Cost: an audit of the model, one pass over its queries and keys, and about seven forward passes.
+    Cost: an audit of the model, one pass over its queries and keys, and about ten forward passes.
     """
     subject = Subject.of(model)
     module = subject.model
@@ -69,53 +74,91 @@ def model_page(
         scored.append(replace(geometry.score(module), model=name))
         return scores_part(scored, context)
 
+    explained: list[Explanation] = []
+    reasons: list[ScoreAttribution] = []
+
+    def explanation() -> PagePart:
+        with explain.reading(module, first, tokenizer=subject.tokenizer) as reading:
+            result = replace(reading.answer(), model=name)
+            explained.append(result)
+            edge = next((edge for edge in result.edges if edge.half != "encoder"), None)
+            if edge is not None:
+                with suppress(*_ERRORS):  # the head is then chosen as without an answer
+                    reasons.append(replace(reading.why(edge), model=name))
+        return explanation_part(result, context, geometry=_geometry(edge, scored, reasons))
+
     def attribution() -> PagePart:
-        layer = _upper(scored)
+        if reasons:
+            return attribution_part(reasons[0], context)
+        rows = [row for one in scored for row in one if row.kind == "self" and row.tower != "encoder"]
+        layers = sorted({row.layer for row in rows})
+        layer = layers[2 * len(layers) // 3] if layers else -1
         with geometry.reading(module, first, tokenizer=subject.tokenizer) as reading:
-            explained = reading.explain(layer, reading.telling_head(layer))
-        return _attribution(replace(explained, model=name), context)
+            result = replace(reading.explain(layer, reading.telling_head(layer)), model=name)
+        part = attribution_part(result, context)
+        chosen = f" Layer {result.layer} is two thirds up the model; of its heads, this one {CHOICE}."
+        return replace(part, reading=[*part.reading, chosen]) if telling(result) else part
+
+    def read(verb: Callable[..., Any]) -> Any:
+        return replace(verb(module, first, tokenizer=subject.tokenizer), model=name)
 
     steps: dict[str, Callable[[], PagePart]] = {
         "audit": lambda: audit_part(audit.check(module, named), context),
         "geometry": scores,
-        "bias": lambda: bias_part(
-            replace(bias.capture(module, first, tokenizer=subject.tokenizer), model=name), context
-        ),
+        "answer": explanation,
+        "bias": lambda: bias_part(read(bias.capture), context),
         "attribution": attribution,
-        "knowledge": lambda: trace_part(
-            replace(knowledge.trace(module, first, tokenizer=subject.tokenizer), model=name), context
-        ),
+        "knowledge": lambda: trace_part(read(knowledge.trace), context),
         "order": lambda: _order(audit.declared_order(module, named), context),
     }
     if not any(layer_biases(module)):
         del steps["bias"]
     details = dict(details or {})
-    parts: list[PagePart] = []
+    parts: dict[str, PagePart] = {}
     problems: dict[str, str] = {}
     for done, (step, find) in enumerate(steps.items()):
         if progress is not None:
             progress(done, len(steps), step)
         try:
-            part = find()
-            named_before = {*details, *(kind for other in parts for kind, _ in other.source)}  # the same model
-            source = [(kind, value) for kind, value in part.source if kind not in named_before]
-            parts.append(replace(part, title="", source=source))
+            parts[step] = find()
         except _ERRORS as error:
             problems[step] = str(error)
+    return build(_opened(parts, problems, details), name, details, {})
+
+
+def _opened(parts: Mapping[str, PagePart], problems: Mapping[str, str], details: Mapping[str, str]) -> list[PagePart]:
+    """The verdict and the answer open the page; what else each part says of itself stands in its first section."""
+    shown: list[PagePart] = []
+    opening = [content for step in ("audit", "answer") if step in parts for content in (*parts[step].reading, " ")]
     if problems:
-        parts.append(_missing(problems))
-    return build(parts, name, details, {})
+        opening.append(f"Not shown: {', '.join(problems)}; the end of the page says why.")
+    named = set(details)
+    for step in sorted(parts, key=lambda step: step != "answer"):  # stable
+        part = parts[step]
+        source = [(kind, value) for kind, value in part.source if kind not in named]  # the same model
+        named |= {kind for kind, _ in source}
+        sections = part.sections if step in ("answer", "order") else _led(part, step != "audit")
+        shown.append(replace(part, title="", reading=(), numbers=(), sections=sections, source=source))
+    failed = any(part.failed for part in shown)
+    first = [PagePart("", [], opening, failed=failed)]
+    return [*first, *(replace(part, failed=failed) for part in shown), *([_missing(problems)] if problems else [])]
 
 
-def _upper(scored: Sequence[GeometryScores]) -> int:
-    layers = sorted({row.layer for one in scored for row in one if row.kind == "self" and row.tower != "encoder"})
-    return layers[2 * len(layers) // 3] if layers else -1
+def _led(part: PagePart, read: bool) -> Sequence[Section]:
+    """The sections of a part; the first opens with what it says, and with its numbers."""
+    head, *rest = part.sections
+    lead = html.paragraph(*part.reading, kind="lead") if read else html.Html("")
+    return [replace(head, body=lead + html.facts(part.numbers) + head.body), *rest]
 
 
-def _attribution(result: ScoreAttribution, context: Context) -> PagePart:
-    part = attribution_part(result, context)
-    chosen = f" Layer {result.layer} is two thirds up the model; of its heads, this one {CHOICE}."
-    return replace(part, reading=[*part.reading, chosen]) if telling(result) else part
+def _geometry(edge: Edge | None, scored: Sequence[GeometryScores], reasons: Sequence[ScoreAttribution]) -> str | None:
+    """Say which geometry a head has, and why it looked at one token and not at another."""
+    words: list[str] = []
+    rows = [row for scores in scored for row in scores.matrices]
+    row = next((row for row in rows if edge is not None and (row.layer, row.head) == (edge.layer, edge.head)), None)
+    if edge is not None and row is not None:
+        words.append(f"{edge.name} has symmetry {row.symmetry:+.2f} and directionality {row.directionality:+.2f}.")
+    return " ".join([*words, *(why(reason) for reason in reasons)]) or None
 
 
 def _missing(problems: Mapping[str, str]) -> PagePart:
@@ -124,8 +167,7 @@ def _missing(problems: Mapping[str, str]) -> PagePart:
         html.note("bad" if step == "audit" else "neutral", html.paragraph(f"{step.capitalize()}: {reason}"))
         for step, reason in problems.items()
     ]
-    reading = [f"Not shown: {', '.join(problems)}; the end of the page says why."]
-    return PagePart("", [Section("problems", "What could not be shown", html.join(notes))], reading)
+    return PagePart("", [Section("problems", "What could not be shown", html.join(notes))])
 
 
 def _order(flow: Flow, context: Context) -> PagePart:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -14,15 +14,12 @@ from attnflow.masks.intervals import IntervalRows
 from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse
 from attnflow.report import charts, html
-from attnflow.report.charts import POSITIVE, blank, chart
+from attnflow.report.charts import POSITIVE, Figure, blank, chart
 from attnflow.report.displays import describes, draws
 from attnflow.report.hasse_svg import hasse_svg, runs
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.page import Context, PagePart, Section
 from attnflow.tasks.leaks import Leak, LeakReport
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _WIDE: Final = 640  # pixels above which a diagram takes the width of the page
 _FEW: Final = 256  # positions up to which the receptive field of every one is followed
@@ -31,6 +28,7 @@ _POINTS: Final = 160  # layers up to which a chart shows each
 _SPREAD: Final = (np.min, np.mean, np.max)
 _DRAWN: Final = 2  # leaks with a diagram of their own
 _LISTED: Final = 24  # rows of a list before the rest is only counted
+_NOTHING: Final = Html("")
 
 
 @describes(Hasse)
@@ -50,12 +48,7 @@ def order(flow: Flow, labels: Sequence[str] | None) -> Section:
     return Section("order", "Order and Hasse diagram", body)
 
 
-def diagram(
-    hasse: Hasse,
-    labels: Sequence[str] | None,
-    path: Sequence[int] = (),
-    beside: Html = Html(""),  # noqa: B008
-) -> Html:
+def diagram(hasse: Hasse, labels: Sequence[str] | None, path: Sequence[int] = (), beside: Html = _NOTHING) -> Html:
     """Draws the Hasse diagram with a path emphasised, next to `beside`, or above it if the diagram is wide."""
     svg = hasse_svg(hasse, labels=labels, highlight=path)
     caption = "Dashed: one layer moves the information past several covers." if "stroke-dasharray" in svg else None
@@ -149,10 +142,7 @@ def growth_chart(flow: Flow, *, title: str | None = None) -> Figure:
 
 
 def growth(flow: Flow) -> tuple[IntArray, IntArray]:
-    """Returns the receptive-field sizes, int64[layers + 1, positions], and the positions followed.
-
-    Follows all positions up to 256, otherwise 64 evenly spaced ones. Cost: O(followed x (intervals + n)).
-    """
+    """Returns receptive-field sizes, int64[layers + 1, p], and the p positions. Cost: O(p (intervals + n))."""
     n = flow.size
     if n == 0:
         raise ValueError("expected the order of at least one position to show how it grows, got one of none")
@@ -192,23 +182,21 @@ def flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> str | 
 @describes(LeakReport)
 def leak_part(report: LeakReport, context: Context) -> PagePart:
     leaks, dead = len(report.leaks), len(report.dead)
-    reading = [f"No label can leak: this is proved for all {grouped(report.num_labels)}."]
+    reading = f"No label can leak: this is proved for all {grouped(report.num_labels)}."
     if leaks:
         first = report.leaks[0]
-        reading = [
+        reading = (
             f"{plural(leaks, 'label')} can be read by the position that must predict it; the first "
             f"comes to position {first.position} from {first.carrier} in {plural(len(first.witness) - 1, 'layer')}."
-        ]
-    if dead:
-        reading.append(
-            f" {plural(dead, 'position')} {'reaches' if dead == 1 else 'reach'} no label and could be dropped."
         )
+    if dead:
+        reading += f" {plural(dead, 'position')} {'reaches' if dead == 1 else 'reach'} no label and could be dropped."
     numbers = [
         ("Leaks", tag("span", grouped(leaks) if leaks else "none", class_="bad-ink" if leaks else "good-ink")),
         ("Dead positions", tag("span", grouped(dead) if dead else "none", class_="bad-ink" if dead else None)),
     ]
     sections = [_leaks(report, context), _idle(report)]
-    return PagePart("Leaks", sections, reading, numbers, failed=not report.ok)
+    return PagePart("Leaks", sections, [reading], numbers, failed=not report.ok)
 
 
 def _leaks(report: LeakReport, context: Context) -> Section:
@@ -218,15 +206,14 @@ def _leaks(report: LeakReport, context: Context) -> Section:
         return Section("leaks", "Leaks", html.note("good", html.paragraph(f"{sentence}, within {within}.")))
     count = plural(len(report.leaks), "label")
     sentence = f"{count} can be read by the position that must predict it: the model would learn to copy."
-    parts = [html.note("bad", html.paragraph(sentence))]
-    parts += [_leak(leak, context, drawn=index < _DRAWN) for index, leak in enumerate(report.leaks[:_LISTED])]
-    return Section("leaks", "Leaks", html.join([*parts, html.rest(len(report.leaks) - _LISTED)]))
+    leaks = [_leak(leak, context, drawn=index < _DRAWN) for index, leak in enumerate(report.leaks[:_LISTED])]
+    rest = html.rest(len(report.leaks) - _LISTED)
+    return Section("leaks", "Leaks", html.join([html.note("bad", html.paragraph(sentence)), *leaks, rest]))
 
 
 def _leak(leak: Leak, context: Context, drawn: bool) -> Html:
-    data = leak.label.data_index
-    token = f"token {leak.label.target_id}" + ("" if data is None else f" (data token {data})")
-    title = tag("h3", f"Position {leak.position} must predict {token}")
+    data = "" if leak.label.data_index is None else f" (data token {leak.label.data_index})"
+    title = tag("h3", f"Position {leak.position} must predict token {leak.label.target_id}{data}")
     way = _steps(leak.witness, context.labels)
     if not drawn or context.flow is None or context.flow.size <= max(leak.witness):
         return title + way
@@ -239,9 +226,9 @@ def _steps(path: Sequence[int], labels: Sequence[str] | None) -> Html:
         alone = f"Position {names[0]} is itself made of the token that it must predict."
         return tag("ul", tag("li", alone), class_="path")
     items = [tag("li", tag("span", "input"), f" at {names[0]}")]
-    for layer, (source, target) in enumerate(pairwise(range(len(path))), 1):
-        stays = " (stays)" if path[source] == path[target] else ""
-        items.append(tag("li", tag("span", f"layer {layer}"), f" {names[source]} → {names[target]}{stays}"))
+    for layer, (source, target) in enumerate(pairwise(names), 1):
+        stays = " (stays)" if source == target else ""
+        items.append(tag("li", tag("span", f"layer {layer}"), f" {source} → {target}{stays}"))
     if len(items) > 40:
         items = [*items[:20], tag("li", f"… {len(items) - 40} more layers"), *items[-20:]]
     return tag("ul", *items, class_="path")
@@ -251,8 +238,8 @@ def _idle(report: LeakReport) -> Section:
     dead, unsupervised = sorted(report.dead), sorted(report.unsupervised)
     parts: list[Html] = []
     if dead:
-        count = f"{plural(len(dead), 'position')} ({percent(len(dead) / report.num_positions)})"
         verb = "reaches" if len(dead) == 1 else "reach"
+        count = f"{plural(len(dead), 'position')} ({percent(len(dead) / report.num_positions)})"
         sentence = f"{count} {verb} no labelled position: computing it trains nothing."
         parts.append(html.note("bad", html.paragraph(sentence), html.paragraph(code(shorten(runs(dead), 400)))))
     else:

@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
 from attnflow._core.files import write_atomically
 from attnflow._core.markup import escape, shorten
-from attnflow._core.version import __version__
+from attnflow._core.version import __version__, installed
 from attnflow.order.flow import Flow
 from attnflow.report import html
 from attnflow.report.html import Content, Html, code, tag
@@ -39,27 +38,21 @@ class Section:
 
 @dataclass(frozen=True)
 class PagePart:
-    """The content of a page about one result.
-
-    `numbers` head the page, `source` holds provenance rows, and a part that `failed` comes first.
-    """
+    """The content of a page about one result."""
 
     title: str
     sections: Sequence[Section]
     reading: Sequence[Content] = ()
-    numbers: Sequence[tuple[Content, Content]] = ()
-    source: Sequence[tuple[str, Content]] = ()
-    failed: bool = False
+    numbers: Sequence[tuple[Content, Content]] = ()  # at the head of the page
+    source: Sequence[tuple[str, Content]] = ()  # rows of the provenance
+    failed: bool = False  # comes first
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a page knows in addition to a result.
+    """What a page knows in addition to a result."""
 
-    Leaks are drawn on `flow`.
-    """
-
-    flow: Flow | None = None
+    flow: Flow | None = None  # on which leaks are drawn
     labels: tuple[str, ...] | None = None
 
 
@@ -101,11 +94,9 @@ def build(
     ordered = sorted(parts, key=lambda part: not part.failed)  # stable
     sections: list[Section] = []
     if problems:
-        notes = [
-            html.note("bad", html.paragraph(code(name), f" could not be shown: {reason}"))
-            for name, reason in problems.items()
-        ]
-        sections.append(Section("problems", "What could not be shown", html.join(notes)))
+        lines = [html.paragraph(code(name), f" could not be shown: {reason}") for name, reason in problems.items()]
+        notes = html.join([html.note("bad", line) for line in lines])
+        sections.append(Section("problems", "What could not be shown", notes))
     names: set[str] = set()
     for part in ordered:
         for index, section in enumerate(part.sections):
@@ -161,18 +152,11 @@ def _footer(parts: Sequence[PagePart], details: Mapping[str, str]) -> Html:
     rows: list[tuple[str, Content]] = [
         ("Made", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),
         ("By", f"attnflow {__version__}, {system}"),
-        *((name, installed) for name in _REPORTED if (installed := _version(name))),
+        *((name, version) for name in _REPORTED if (version := installed(name))),
         *dict.fromkeys(row for part in parts for row in part.source),
         *details.items(),
     ]
     return tag("footer", tag("section", tag("h2", "Provenance"), html.facts(rows), id="provenance"))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 @cache

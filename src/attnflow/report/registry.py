@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.handles import Handle
@@ -19,8 +19,8 @@ from attnflow.masks.export.varlen import Varlen
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow
 from attnflow.order.hasse import Sparse
-from attnflow.report import attribution, audit, bias, entry, geometry, html, knowledge, recorded, svg, tasks
-from attnflow.report.charts import in_page, svg_of
+from attnflow.report import attribution, audit, bias, entry, explain, geometry, html, knowledge, recorded, svg, tasks
+from attnflow.report.charts import Figure, in_page, svg_of
 from attnflow.report.displays import DISPLAYS, Display, describes, draws, opens
 from attnflow.report.mask import flow_of
 from attnflow.report.mask_picture import mask_svg
@@ -31,16 +31,12 @@ from attnflow.tasks.leaks import check
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Task
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 @describes(Result)
 def _table_part(result: Result, _: Context) -> PagePart:
     rows, name, ok = result.rows(), type(result).__name__, getattr(result, "ok", None)
-    head = list(rows[0]) if rows else []
     cells = [[cell(value, _LONGEST) for value in row.values()] for row in rows]
-    body = html.table(head, cells, text_columns=len(head)) if rows else html.paragraph("No rows.")
+    body = html.table(list(rows[0]), cells, text_columns=len(rows[0])) if rows else html.paragraph("No rows.")
     draw = kind_of(result).figure
     if draw is not None:
         with suppress(ValueError):  # nothing to draw
@@ -66,7 +62,7 @@ def _survey_figure(survey: GeometrySurvey, **options: Any) -> Figure:
     return geometry.score_chart(*survey.models, **options)
 
 
-SHOWN: Final = (attribution, audit, bias, entry, knowledge, recorded)  # which register what they draw
+SHOWN: Final = (attribution, audit, bias, entry, explain, knowledge, recorded)  # which register what they draw
 opens(Mask, to=lambda mask: [flow_of(mask)[0] or mask])
 opens(MaskGrid, to=lambda grid: list(dict.fromkeys(mask for row in grid.masks for mask in row)))
 opens(MeasuredOrder, to=lambda measured: measured.flows)
@@ -117,6 +113,7 @@ def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
             ScoreAttribution: `picture`, "all", "map" (pairs of components), "terms" (the `count` largest) or "tokens";
             `head` and `key`, a position, by default those with the largest weights; `raw`, for terms that are not
             centred over the row.
+            Explanation: `width` in pixels, narrow for a telephone, and `lines`, the most that are drawn.
             Trace: `picture`, "all", "layers" (maps) or "entries" (bars); `position` of the token whose entries are
             shown, -1 for the last one; their `count`.
 
@@ -139,12 +136,13 @@ def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
     if kind.opens is None:
         assert isinstance(result, Result)
         return standalone(table_svg(result, **options))
-    held = kind.opens(result)
-    if not held:  # a handle that only changes its model
+    results = kind.opens(result)
+    if not results:  # a handle that only changes its model
         return standalone(card(str(result), [], **options))
-    if len(held) > 1 and all(isinstance(one, Mask) for one in held):
-        return standalone(gallery([mask_svg(cast(Mask, one), **options) for one in held], str(result)))
-    return figure(next((one for one in held if getattr(one, "ok", True) is False), held[-1]), **options)
+    masks = [mask for mask in results if isinstance(mask, Mask)]
+    if len(masks) == len(results) > 1:
+        return standalone(gallery([mask_svg(mask, **options) for mask in masks], str(result)))
+    return figure(next((one for one in results if getattr(one, "ok", True) is False), results[-1]), **options)
 
 
 def page(
@@ -195,21 +193,22 @@ def page(
             parts.append(PagePart(subject.title, [subject]))
             continue
         kind = kind_of(subject)
+        part = _part(kind)
         if not kind.together:
             other = isinstance(subject, Mask | Flow) and subject is not first
-            parts.append(_part(kind)(subject, replace(context, labels=None) if other else context))
+            parts.append(part(subject, replace(context, labels=None) if other else context))
         elif kind not in gathered:
             gathered.add(kind)
             alike = [one for one in subjects if not isinstance(one, Section) and kind_of(one) is kind]
-            parts.append(_part(kind)(alike, context))
+            parts.append(part(alike, context))
     return build(parts, title, dict(details or {}), problems)
 
 
 def _subjects(result: object) -> list[object]:
     """Returns what a page shows for a result: a mask's order, a task's order and proof, a survey's models."""
     opens = None if isinstance(result, Section) else kind_of(result).opens
-    held = () if opens is None else opens(result)
-    return [each for one in held for each in ([one] if type(one) is type(result) else _subjects(one))] or [result]
+    parts = () if opens is None else opens(result)
+    return [each for part in parts for each in ([part] if type(part) is type(result) else _subjects(part))] or [result]
 
 
 def encode(result: object, suffix: str) -> bytes:

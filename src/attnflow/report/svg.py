@@ -18,12 +18,14 @@ from attnflow._core.markup import element, escape, number
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Number = int | float
 MONO: Final = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace"
 SANS: Final = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica Neue, Arial, sans-serif"
 _STYLE: Final = (
     "<style>.af-page{color:#1c2024;background:#fff}"
     "@media (prefers-color-scheme:dark){.af-page{color:#e8eaec;background:#14171a}}</style>"
 )
+_HALO: Final = "<style>@media (prefers-color-scheme:dark){.af-page .af-halo{stroke:#14171a}}</style>"
 _MARGIN: Final = 14.0
 
 
@@ -57,39 +59,35 @@ class Svg:
 
 
 def standalone(markup: str) -> Svg:
-    return Svg(
-        re.sub(r'(class="af-svg[^"]*)"', r'\1 af-page"', markup, count=1).replace("<title>", f"{_STYLE}<title>", 1)
-    )
+    style = _STYLE + _HALO * ("af-halo" in markup)
+    on_page = re.sub(r'(class="af-svg[^"]*)"', r'\1 af-page"', markup, count=1)
+    return Svg(on_page.replace("<title>", f"{style}<title>", 1))
 
 
 def root(content: str, width: float, height: float, what: str, kind: str = "af-svg", **attributes: object) -> str:
-    return element(
-        "svg",
-        element("title", escape(what)) + content,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {number(width)} {number(height)}",
-        width=width,
-        height=height,
-        role="img",
-        class_=kind,
-        font_family=SANS,
-        **attributes,
-    )
+    frame = {"viewBox": f"0 0 {number(width)} {number(height)}", "width": width, "height": height}
+    look = {"role": "img", "class_": kind, "font_family": SANS}
+    body = element("title", escape(what)) + content
+    return element("svg", body, xmlns="http://www.w3.org/2000/svg", **frame, **look, **attributes)
+
+
+def text(
+    words: str, x: Number, y: Number, size: Number = 11.5, anchor: str = "", font: str = "", opacity: Number = 0
+) -> str:
+    look = {"text_anchor": anchor or None, "font_size": size, "font_family": font or None, "fill": "currentColor"}
+    return element("text", escape(words), x=x, y=y, **look, fill_opacity=opacity or None)
 
 
 def framed(body: str, width: float, height: float, caption: Sequence[str], what: str) -> str:
     """Returns a whole `<svg>`: the drawing centred, the wrapped caption below it."""
     inner = max(width, 340.0 if caption else 0.0)
-    lines = [line for text in caption for line in textwrap.wrap(text, max(24, int(inner / 6.1)))]
+    lines = [line for part in caption for line in textwrap.wrap(part, max(24, int(inner / 6.1)))]
     full_width, full_height = inner + 2 * _MARGIN, height + 2 * _MARGIN + (8 + 17 * len(lines) if lines else 0)
     drawing = element("g", body, transform=f"translate({pair(((full_width - width) / 2, _MARGIN))})")
-    text = "".join(
-        element("text", escape(line), x=_MARGIN, y=height + _MARGIN + 24 + 17 * index)
-        for index, line in enumerate(lines)
-    )
-    if text:
-        text = element("g", text, class_="af-caption", font_size=11.5, fill="currentColor", fill_opacity=0.75)
-    return root(drawing + text, full_width, full_height, what)
+    top, look = height + _MARGIN + 24, {"font_size": 11.5, "fill": "currentColor", "fill_opacity": 0.75}
+    below = "".join(element("text", escape(line), x=_MARGIN, y=top + 17 * at) for at, line in enumerate(lines))
+    below = element("g", below, class_="af-caption", **look) if below else ""
+    return root(drawing + below, full_width, full_height, what)
 
 
 def pair(point: tuple[float, float]) -> str:
@@ -97,10 +95,7 @@ def pair(point: tuple[float, float]) -> str:
 
 
 def encode(picture: Svg | Figure, suffix: str) -> bytes:
-    """Encodes a drawing of ours as an .svg file, a chart as .svg, .png or .pdf; equal pictures give equal bytes.
-
-    Raises ValueError for another suffix.
-    """
+    """Encodes a drawing of ours as .svg, a chart as .svg, .png or .pdf; equal pictures give equal bytes."""
     if isinstance(picture, Svg) and suffix != ".svg":
         raise ValueError(f"expected a file name that ends in .svg, as masks and diagrams are drawn, got {suffix!r}")
     if suffix not in (".svg", ".png", ".pdf"):

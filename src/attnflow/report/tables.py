@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from attnflow._core.markup import columns, element, escape, grouped, plural, shorten
 from attnflow._core.results import Result
-from attnflow.report.svg import MONO, root
+from attnflow.report.svg import MONO, Number, root, text
 
 _ROWS: Final = 40  # of a table before the rest is only counted
 _CELL, _LAST = 44, 110  # characters of a cell, and of one in the last column
@@ -28,10 +28,7 @@ _NAMES: Final = frozenset(
 
 
 def table_svg(result: Result, *, title: str | None = None) -> str:
-    """Draws the rows of a result as one `<svg>`: text as text, and a bar behind each number that measures something.
-
-    Without rows it draws what the result prints. The heading is `title`, by default the first line that it prints.
-    """
+    """Draws the rows of a result, or without rows what it prints; the heading is by default its first line."""
     heading, *lines = str(result).splitlines()
     return card(title or heading, list(result.rows()), lines)
 
@@ -39,7 +36,7 @@ def table_svg(result: Result, *, title: str | None = None) -> str:
 def card(heading: str, rows: Sequence[Mapping[str, object]], lines: Sequence[str] = ()) -> str:
     if len(rows) == 1 and len(rows[0]) > 3:  # read downwards
         rows = [{"": name.replace("_", " "), "value": value} for name, value in rows[0].items()]
-    top = [line for text in heading.splitlines() for line in textwrap.wrap(text, _HEADING)]
+    top = [line for part in heading.splitlines() for line in textwrap.wrap(part, _HEADING)]
     bold: dict[str, Any] = {"font_size": 13, "font_weight": 600, "fill": "currentColor"}
     parts = [element("text", escape(line), x=0, y=12 + _LINE * at, **bold) for at, line in enumerate(top)]
     width = max((columns(line) * 7.6 for line in top), default=0.0)
@@ -51,7 +48,7 @@ def card(heading: str, rows: Sequence[Mapping[str, object]], lines: Sequence[str
             body += _text(rest, 0, down + _LINE)
             down += _LINE
     else:
-        shown = [line for text in lines for line in textwrap.wrap(text, 2 * _CELL, subsequent_indent="    ")]
+        shown = [line for part in lines for line in textwrap.wrap(part, 2 * _CELL, subsequent_indent="    ")]
         body = "".join(_text(line, 0, 12 + _LINE * at) for at, line in enumerate(shown))
         across, down = max((columns(line) * _WIDTH for line in shown), default=0.0), _LINE * len(shown)
     parts.append(element("g", body, transform=f"translate(0,{y})"))
@@ -83,7 +80,7 @@ def _table(rows: Sequence[Mapping[str, object]]) -> tuple[str, float, float]:
         values = [row[name] for row in rows]
         cells = [cell(value, _LAST if name == last else _CELL) for value in values]
         numeric = all(isinstance(value, int | float | None) and not isinstance(value, bool) for value in values)
-        width = _WIDTH * max(columns(text) for text in (name, *cells))
+        width = _WIDTH * max(map(columns, (name, *cells)))
         parts.append(_text(name.replace("_", " "), x + width * numeric, 12, numeric, 0.65))
         sizes = [abs(value) if isinstance(value, int | float) else 0.0 for value in values]
         largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
@@ -108,7 +105,5 @@ def cell(value: object, limit: int) -> str:
     return f"{value:.4g}" if isinstance(value, float) else shorten(value, limit)
 
 
-def _text(text: str, x: int | float, y: int | float, right: bool = False, opacity: float = 1.0) -> str:
-    anchor = "end" if right else None
-    look = {"font_size": 11.5, "font_family": MONO, "fill": "currentColor", "fill_opacity": opacity}
-    return element("text", escape(text), x=x, y=y, text_anchor=anchor, **look)
+def _text(words: str, x: Number, y: Number, right: bool = False, opacity: float = 1.0) -> str:
+    return text(words, x, y, anchor="end" if right else "", font=MONO, opacity=opacity)

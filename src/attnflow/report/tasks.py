@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any, Final
 
-from attnflow._core.markup import columns, element, escape, grouped, plural, shorten
+from attnflow._core.markup import columns, element, grouped, plural, shorten
 from attnflow.report.displays import draws
 from attnflow.report.hasse_svg import box, hasse_svg
 from attnflow.report.mask_picture import mask_svg
-from attnflow.report.svg import MONO, framed
+from attnflow.report.svg import MONO, Number, framed, text
 from attnflow.tasks.leaks import Leak, LeakReport, check
 from attnflow.tasks.task import Task
 
@@ -22,19 +22,14 @@ _HOT: Final = "#d1495b"  # as the path in a Hasse diagram
 
 @draws(Task)
 def task_svg(task: Task, *, picture: str | None = None, **options: Any) -> str:
-    """Draws the mask of a task with a token for each row, its order with the first leak if any, or all its leaks.
-
-    A token is its id and its position, "7@2", or "5+9@2" for an average. A task with a mask per layer has no single
-    mask: its default is the order.
-    """
+    """A token is its id and its position, "7@2", or "5+9@2" for an average; a mask per layer is drawn as its order."""
     picture = picture or ("mask" if task.num_layers is None else "hasse")
     if picture not in ("mask", "hasse", "leaks"):
         raise ValueError(f'picture must be "mask", "hasse" or "leaks", got {picture!r}')
     if picture == "leaks":
         return leak_svg(check(task), **options)
     if "labels" not in options and task.size <= 64:
-        tokens = [f"{'+'.join(map(str, token.ids))}@{token.position}" for token in task.inputs]
-        options["labels"] = tokens
+        options["labels"] = [f"{'+'.join(map(str, token.ids))}@{token.position}" for token in task.inputs]
     if picture == "mask":
         return mask_svg(task.mask, **options)
     if "highlight" not in options:
@@ -44,10 +39,7 @@ def task_svg(task: Task, *, picture: str | None = None, **options: Any) -> str:
 
 @draws(LeakReport)
 def leak_svg(report: LeakReport) -> str:
-    """Draws each leak as the path of its label, layer by layer, above a strip of all positions.
-
-    In the strip, positions that can read their label are red, and dead ones are empty.
-    """
+    """Draws each leak as the path of its label, above a strip where leaking positions are red and dead ones empty."""
     parts, y, width = list[str](), 0.0, _STRIP
     for leak in report.leaks[:_LEAKS]:
         drawn, across = _path(leak, y)
@@ -98,15 +90,12 @@ def _strip(report: LeakReport, y: float) -> list[str]:
         look: dict[str, Any] = {"fill": _HOT, "class_": "af-hot"} if kind == "leaks" else {"fill": "currentColor"}
         opacity = {"leaks": 1.0, "dead": 0.0, "fine": 0.22}[kind]
         where = f"{at}" if count == 1 else f"{at}–{at + count - 1}"
-        title = element(
-            "title", escape({"leaks": "reads its label", "dead": "dead", "fine": "fine"}[kind] + f": {where}")
-        )
+        title = element("title", f"{'reads its label' if kind == 'leaks' else kind}: {where}")
         frame = {"x": side * at, "y": y + 16, "width": side * count, "height": 16, "stroke": "currentColor"}
         parts.append(element("rect", title, **frame, fill_opacity=opacity, stroke_opacity=0.5, **look))
         at += count
     return parts
 
 
-def _text(text: str, x: int | float, y: int | float, size: int | float = 11.5, anchor: str | None = None) -> str:
-    look = {"font_size": size, "font_family": MONO if anchor else None, "fill": "currentColor", "fill_opacity": 0.85}
-    return element("text", escape(shorten(text, 120)), x=x, y=y, text_anchor=anchor, **look)
+def _text(words: str, x: Number, y: Number, size: Number = 11.5, anchor: str = "") -> str:
+    return text(shorten(words, 120), x, y, size, anchor, MONO if anchor else "", 0.85)

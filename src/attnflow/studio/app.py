@@ -60,15 +60,9 @@ class Studio:
     """
 
     def __init__(
-        self,
-        token: str,
-        design: Mapping[str, object],
-        limits: Limits,
-        model: Mapping[str, object] | None = None,
+        self, token: str, design: Mapping[str, object], limits: Limits, model: Mapping[str, object] | None = None
     ) -> None:
-        self.token = token
-        self.model = None if model is None else dict(model)
-        self.limits = limits
+        self.token, self.model, self.limits = token, model, limits
         self._last_message = time.monotonic()
         self._design = design
         self._open = {False: 0, True: 0}  # pages, of which guests are counted apart
@@ -198,11 +192,8 @@ class Studio:
         return _parsed(text or "", self.limits.message_bytes) or {}
 
     async def _converse(self, socket: WebSocket, worker: Worker, model: Worker | None) -> None:
-        """Handles the messages of a page, one at a time for masks and one at a time for the model.
-
-        "stop" ends the computation for masks at once; {"op": "stop", "what": "model"} that for the model.
-        """
-        workers = [worker, *([] if model is None else [model])]
+        """Handles messages one at a time for masks and for the model; "stop" ends the work of one at once."""
+        workers = [worker] if model is None else [worker, model]
         lines = [_Line(each, asyncio.Queue(self.limits.queued)) for each in workers]
         answering = [asyncio.create_task(self._answer(socket, line)) for line in lines]
         try:
@@ -216,23 +207,19 @@ class Studio:
                     await _close(socket, MALFORMED, "expected a JSON object")
                     return
                 operation = message.get("op")  # anything that JSON can say
+                named = isinstance(operation, str) and operation in MODEL_OPERATIONS
+                about_model = named or message.get("what") == "model"
                 if operation == "about":
                     await socket.send_text(_about(message, None if model is None else self.model))
-                    continue
-                about_model = message.get("what") == "model" or (
-                    isinstance(operation, str) and operation in MODEL_OPERATIONS
-                )
-                if about_model and model is None:
+                elif about_model and model is None:
                     await socket.send_text(_without_model(message))
-                    continue
-                line = lines[about_model]
-                if operation == _STOP:
-                    await line.stop()
-                elif line.waiting.full():
+                elif operation == _STOP:
+                    await lines[about_model].stop()
+                elif lines[about_model].waiting.full():
                     await _close(socket, TOO_MANY, f"{self.limits.queued} messages wait already")
                     return
                 else:
-                    line.waiting.put_nowait(message)
+                    lines[about_model].waiting.put_nowait(message)
         finally:
             for task in answering:
                 task.cancel()
@@ -291,10 +278,8 @@ def _about(message: Mapping[str, object], model: Mapping[str, object] | None) ->
 
 def _without_model(message: Mapping[str, object]) -> str:
     identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
-    if message.get("op") == "model":
-        return json.dumps({**identity, "ok": True, "model": None})
-    error = "the studio was started without a model: attnflow studio MODEL"
-    return json.dumps({**identity, "ok": False, "error": error})
+    error = {"ok": False, "error": "the studio was started without a model: attnflow studio MODEL"}
+    return json.dumps(identity | ({"ok": True, "model": None} if message.get("op") == "model" else error))
 
 
 def is_token(shown: object, token: str) -> bool:

@@ -19,37 +19,21 @@ _PROGRESS: Final = b'{"progress":'
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the studio for each page.
+    """Limits of the studio for each page; sizes in bytes, times in seconds."""
 
-    Attributes:
-        message_bytes: largest message from a page, including a file that it opens.
-        reply_bytes: largest reply.
-        seconds: longest operation; then its process is ended, and a new one continues from the last design.
-        model_seconds: longest answer about a model.
-        model_memory: bytes of address space of a model's process; 0 for no limit, since the server chose the model.
-        starting: seconds until a new process must be ready.
-        sessions: number of pages that can be open at once.
-        guests: number of pages without the token that can be open at once, each with the design of its link.
-        first_message: seconds until a page must have shown the token.
-        idle: seconds without a message from any page, after which the server ends.
-        memory: bytes of address space of a page's process.
-        kept: seconds that the processes of a page outlive it, so that it can be loaded again.
-        queued: number of messages of a page that may wait, for masks and for the model separately.
-    """
-
-    message_bytes: int = 2 << 20
+    message_bytes: int = 2 << 20  # of a message from a page, including a file that it opens
     reply_bytes: int = 64 << 20
-    seconds: float = 20.0
-    model_seconds: float = 1800.0
-    model_memory: int = 0
-    starting: float = 120.0
-    sessions: int = 4
-    guests: int = 2
-    first_message: float = 5.0
-    idle: float = 1800.0
-    memory: int = 8 << 30
-    kept: float = 60.0
-    queued: int = 64
+    seconds: float = 20.0  # of an operation; then its process is ended, and a new one continues from the last design
+    model_seconds: float = 1800.0  # of an answer about a model
+    model_memory: int = 0  # address space of a model's process; 0 for no limit, since the server chose the model
+    starting: float = 120.0  # until a new process must be ready
+    sessions: int = 4  # pages that can be open at once
+    guests: int = 2  # pages without the token that can be open at once, each with the design of its link
+    first_message: float = 5.0  # until a page must have shown the token
+    idle: float = 1800.0  # without a message from any page, after which the server ends
+    memory: int = 8 << 30  # address space of a page's process
+    kept: float = 60.0  # that the processes of a page outlive it, so that it can be loaded again
+    queued: int = 64  # messages of a page that may wait, for masks and for the model separately
 
 
 class Worker:

@@ -75,18 +75,13 @@ def _listener(port: int) -> socket.socket:
     try:
         return socket.create_server((_LOOPBACK, port))  # it listens at once, so that no second studio takes the port
     except OSError as error:
-        why = os.strerror(error.errno or 0)
-        raise OSError(
-            error.errno, f"port {port} cannot be opened ({why}): choose another, or 0 for a free one"
-        ) from None
+        why = f"port {port} cannot be opened ({os.strerror(error.errno or 0)}): choose another, or 0 for a free one"
+        raise OSError(error.errno, why) from None
 
 
 @contextlib.contextmanager
 def _terminated_in_order() -> Generator[None]:
-    """Delays a termination signal until the processes of pages have ended, which it would orphan.
-
-    uvicorn catches the signal while it serves, and raises it again afterwards.
-    """
+    """Delays SIGTERM, which uvicorn raises again, until the processes of pages have ended, which it would orphan."""
     if threading.current_thread() is not threading.main_thread():  # where signals do not come
         yield
         return

@@ -23,9 +23,8 @@ Answer = Callable[[dict[str, Any]], tuple[str, str]]  # to a message: the reply,
 
 
 def main(about: str, memory: int) -> None:
-    """Answers messages on standard input about "masks" or "model", with `memory` bytes (0 for no limit).
+    """Print `{"ready": true}`, then for each line a reply and the changed design, or an empty line.
 
-    It first prints `{"ready": true}`; each answer is two lines, the reply and the changed design (else an empty line).
     Lines `{"progress": [done, total, what]}` precede the replies about a model.
     """
     say, first = _begun(memory)

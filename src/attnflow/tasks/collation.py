@@ -59,12 +59,9 @@ class _Template:
     labels: Tensor  # [n, rows, labels]
     mask: Mask
 
-    @property
-    def size(self) -> int:
-        return len(self.ids)
-
     @classmethod
-    def of(cls, task: Task) -> _Template:
+    def of(cls, tasks: Tasks) -> _Template:
+        task = tasks if isinstance(tasks, Task) else merge(tasks).task
         return cls(id_table(task), task.position_ids, _packed(task), task.mask)
 
     def filled(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +153,7 @@ class Collator:
         for number, feature in enumerate(features):
             try:
                 if self._of_groups:
-                    tokens, template = [], _Template.of(_one_task(self.tasks_of(feature)))
+                    tokens, template = [], _Template.of(self.tasks_of(feature))
                 else:
                     tokens = _tokens(feature)
                     template = self._template(tokens)
@@ -181,17 +178,16 @@ class Collator:
 
     def _template(self, tokens: list[int]) -> _Template:
         if not self.by_length:
-            return _Template.of(_one_task(self.family_fn(tokens)))
+            return _Template.of(self.family_fn(tokens))
         if len(tokens) not in self._templates:
-            family = self.family_fn([_UnknownId(_UNKNOWN + index) for index in range(len(tokens))])
-            template = _Template.of(_one_task(family))
-            if self._test_first and not template.says(_Template.of(_one_task(self.family_fn(tokens))), tokens):
+            template = _Template.of(self.family_fn([_UnknownId(_UNKNOWN + index) for index in range(len(tokens))]))
+            if self._test_first and not template.says(_Template.of(self.family_fn(tokens)), tokens):
                 raise ValueError("family_fn's tasks depend on the tokens, not on their number: use by_length=False")
             self._templates[len(tokens)] = template
         return self._templates[len(tokens)]
 
     def _padded(self, samples: list[tuple[_Template, Tensor, Tensor]]) -> dict[str, Tensor]:
-        longest = max(template.size for template, _, _ in samples)
+        longest = max(len(ids) for _, ids, _ in samples)
         n = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         batch, width = len(samples), max(ids.shape[1] for _, ids, _ in samples)
         if width > 1 and not self._told and get_worker_info() is None and not averaging():
@@ -208,7 +204,7 @@ class Collator:
         labels = torch.full((batch, n, _ROWS, 1 + most), NO_ID, dtype=torch.int64)
         grid = masks_of([template.mask for template, _, _ in samples], n)  # padding attends to itself
         for row, (template, ids, own) in enumerate(samples):
-            size = template.size
+            size = len(ids)
             labels[row, :size, :, 1 : 1 + own.shape[2]] = own
             input_ids[row, :size, : ids.shape[1]] = ids
             position_ids[row, :size] = template.position_ids
@@ -293,10 +289,6 @@ def _packed(task: Task) -> Int[Tensor, "n rows width"]:
     for row, name in enumerate(("target_id", "weight")):
         table[place, row, slot] = torch.from_numpy(labels.table[name][order].view(np.int64))
     return table
-
-
-def _one_task(tasks: Tasks) -> Task:
-    return tasks if isinstance(tasks, Task) else merge(tasks).task
 
 
 def _tokens(feature: object) -> list[int]:

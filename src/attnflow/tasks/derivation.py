@@ -22,7 +22,6 @@ _SHOWN: Final = 8  # leaks and positions that a text names
 
 @cache
 def named_families() -> Mapping[str, Named[Family]]:
-    """The families of the library by name, sorted, with their parameters (without the sample's tokens)."""
     functions = sorted(families.BY_LENGTH, key=lambda function: function.__name__)
     return {function.__name__: named(function, leading=["tokens"]) for function in functions}
 
@@ -63,11 +62,7 @@ class Derivation:
 
 
 def derive(family: Named[Family], num_tokens: int, values: Mapping[str, object]) -> Derivation:
-    """Merge a family over distinct tokens, compare its mask with its formula, and prove that nothing leaks.
-
-    >>> derive(named_families()["butterfly"], 5, {}).ok
-    True
-    """
+    """Merge a family over distinct tokens, compare its mask with its formula, and prove that nothing leaks."""
     family.require(values)
     merged = merge(family.function(tokens=list(range(1, num_tokens + 1)), **with_mask(family, values)))
     formula, mask = _closed_form(family.name, num_tokens, {**{p.name: p.default for p in family.parameters}, **values})
@@ -82,7 +77,6 @@ def with_mask(family: Named[Family], values: Mapping[str, object]) -> dict[str, 
 
 
 def _closed_form(family: str, n: int, values: Mapping[str, Any]) -> tuple[str | None, Mask | None]:
-    """The paper's formula for a family, and the mask of that formula."""
     if family in ("causal_lm", "multi_token_prediction"):
         return f"causal({n - 1})", masks.causal(n - 1)
     if family == "butterfly" and values["block"] is None:

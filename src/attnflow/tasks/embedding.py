@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, Final, cast
 from weakref import WeakSet
@@ -22,13 +21,7 @@ _MODELS: Final[WeakSet[nn.Module]] = WeakSet()  # that once took averaged tokens
 
 
 def id_table(task: Task) -> Int[Tensor, "n width"]:
-    """The vocabulary ids of each input, int64 [n, width], filled with `NO_ID`; width is the most ids of a token.
-
-    >>> from attnflow.tasks.task import Token
-    >>> import attnflow as af
-    >>> id_table(Task([Token(7, 0), Token((5, 9), 1, (0, 2))], [], af.masks.causal(2))).tolist()
-    [[7, -100], [5, 9]]
-    """
+    """The vocabulary ids of each input, int64 [n, width], filled with `NO_ID`; width is the most ids of a token."""
     return torch.from_numpy(task.sequence.table.ids.take(task.sequence.index).padded(NO_ID))
 
 
@@ -53,50 +46,45 @@ def additive(allow: Bool[Tensor, "*batch q k"], dtype: torch.dtype) -> Float[Ten
     return torch.zeros(allow.shape, dtype=dtype, device=allow.device).masked_fill_(~allow, torch.finfo(dtype).min)
 
 
-def run(model: nn.Module, task: Task) -> Float[Tensor, "n vocabulary"]:
+def run(subject: Subject, task: Task) -> Float[Tensor, "n vocabulary"]:
     """The logits of a model on a task, from embeddings, position ids and a 4D additive mask, without a cache."""
-    embedding = _embedding(model)
-    weight = next(embedding.parameters())
-    vectors = embed(id_table(task).to(weight.device), embedding)
-    arguments: dict[str, Any] = {
-        "inputs_embeds": vectors[None],
-        "position_ids": task.position_ids.to(weight.device)[None],
-        "attention_mask": additive(task.mask.dense(weight.device), vectors.dtype)[None, None],
-    }
-    # Only where it is known: some models pass unknown arguments on, and fail deep inside.
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        arguments["use_cache"] = False
-    logits = getattr(model(**arguments), "logits", None)
+    embedding = _embedding(subject.model)
+    device = next(embedding.parameters()).device
+    vectors = embed(id_table(task).to(device), embedding)
+    output = subject.model(
+        inputs_embeds=vectors[None],
+        position_ids=task.position_ids.to(device)[None],
+        attention_mask=additive(task.mask.dense(device), vectors.dtype)[None, None],
+        # Only where it is known: some models pass unknown arguments on, and fail deep inside.
+        **({"use_cache": False} if "use_cache" in subject.parameters else {}),
+    )
+    logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] != task.size:
         raise UnsupportedArchitecture(
-            f"{type(model).__name__} gives no logits per position; use a language-model head (ForCausalLM, ForMaskedLM)"
+            f"{subject.kind} gives no logits per position; use a language-model head (ForCausalLM, ForMaskedLM)"
         )
     return logits[0]
 
 
-def require_runnable(model: nn.Module) -> None:
+def require_runnable(subject: Subject) -> None:
     """Raise `UnsupportedArchitecture` unless a model takes embeddings, position ids and a 4D additive mask."""
-    name = type(model).__name__
-    _embedding(model)
-    parameters = inspect.signature(model.forward).parameters
-    missing = [part for part in ("inputs_embeds", "attention_mask", "position_ids") if part not in parameters]
+    _embedding(subject.model)
+    missing = [part for part in ("inputs_embeds", "attention_mask", "position_ids") if part not in subject.parameters]
     if missing:
         raise UnsupportedArchitecture(
-            f"a task needs a forward with {' and '.join(missing)}, which {name} does not take"
+            f"a task needs a forward with {' and '.join(missing)}, which {subject.kind} does not take"
         )
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedArchitecture(f"a task needs one stack, but {name} has an encoder and a decoder")
-    implementation = getattr(config, "_attn_implementation", None)
+    if subject.encodes_and_decodes:
+        raise UnsupportedArchitecture(f"a task needs one stack, but {subject.kind} has an encoder and a decoder")
+    implementation = getattr(subject.config, "_attn_implementation", None)
     if implementation not in (None, "eager", "sdpa"):
         raise UnsupportedArchitecture(
-            f'{name} runs attention "{implementation}", which takes no 4D additive mask: call '
+            f'{subject.kind} runs attention "{implementation}", which takes no 4D additive mask: call '
             'model.set_attn_implementation("sdpa") or "eager"'
         )
 
 
 def require_targets(targets: Tensor, logits: Tensor) -> None:
-    """Raise `ValueError` unless every target is in the vocabulary of the logits."""
     if len(targets) and int(targets.max()) >= logits.shape[-1]:
         raise ValueError(f"target ids must be below the vocabulary of {logits.shape[-1]}, got {int(targets.max())}")
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
-from attnflow.masks.stretches import pieces_of
+from attnflow.masks.numbering import pieces_of
 from attnflow.tasks.layout import TasksLayout
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import as_they_appear
@@ -30,11 +30,7 @@ _TRIED: Final = 4  # longer tasks that a task is compared with
 
 
 def prefixes(tasks: Sequence[Task]) -> tuple[list[int], list[int]]:
-    """(the tasks that are a prefix of no other, for each task the place there of one that it is a prefix of).
-
-    All positions of a prefix are computed in the longer task; of equals one counts. The inputs of the tasks are views
-    of one table. Cost: at most O(positions).
-    """
+    """(the tasks that are a prefix of no other, for each task the place there of one that it is a prefix of)."""
     longest: list[int] = []
     candidates: dict[tuple[int, int], list[int]] = {}
     within = np.zeros(len(tasks), dtype=np.int64)
@@ -56,13 +52,8 @@ def _is_prefix(long: Task, short: Task) -> bool:
     n = short.size
     if rank is not None or other_rank is not None or rows.indptr[n] != prefix.indptr[n]:
         return False
-    pairs = (
-        (short.sequence.index, long.sequence.index),
-        (prefix.indptr, rows.indptr),
-        (prefix.starts, rows.starts),
-        (prefix.ends, rows.ends),
-    )
-    for one, other in pairs:
+    columns = ((getattr(prefix, name), getattr(rows, name)) for name in ("indptr", "starts", "ends"))
+    for one, other in ((short.sequence.index, long.sequence.index), *columns):
         view = one.ctypes.data == other.ctypes.data and one.strides == other.strides
         if not view and not np.array_equal(one, other[: len(one)]):
             return False
@@ -84,11 +75,7 @@ def repeats_below(task: Task, inputs: IntArray) -> bool:
 
 
 def classify(layout: TasksLayout) -> tuple[list[IntArray], IntArray, IntArray, IntervalRows]:
-    """The classes of equivalent positions, checked exactly, numbered so that merged rows have few intervals.
-
-    No down-set may repeat an input number. Returns, for each task, the class of each position; of each class the node
-    (mutually reachable positions), the place in the merged sequence, and the row of the merged mask over classes.
-    """
+    """Classes of equivalent positions, numbered for few intervals; node, place and merged row of each class."""
     for seed in range(8):
         position, nodes = (renumber(keys) for keys in hashed(layout.tasks, layout.inputs, seed))
         node = scattered(position, nodes)
@@ -137,7 +124,6 @@ def is_embedding(
 
 
 def renumber(numbers: Sequence[npt.NDArray[Any]]) -> list[IntArray]:
-    """The same partition, numbered 0, 1, ... in order of first appearance."""
     _, number = as_they_appear(np.concatenate([*numbers, np.zeros(0, np.uint64)]))
     return np.split(number, np.cumsum([len(part) for part in numbers])[:-1])
 
@@ -184,7 +170,6 @@ def _row_sums(mask: Mask, values: Hashes) -> Hashes:
 
 
 def _from_zero(values: Hashes) -> Hashes:
-    """The sums of the first 0, 1, ... values of each row."""
     sums = np.zeros((len(values), values.shape[1] + 1), np.uint64)
     np.cumsum(values, axis=1, dtype=np.uint64, out=sums[:, 1:])
     return sums

@@ -1,8 +1,4 @@
-"""Families of training tasks on one sample, as sequences of `Task`. Positions and data indices count from 0.
-
-Each function takes the token ids of the sample and gives the subtasks that a user wants to train; `merge` derives
-the one sequence and mask that trains them all. A family of your own is any list of tasks.
-"""
+"""Families of training tasks on one sample, as sequences of `Task`; positions and data indices count from 0."""
 
 from __future__ import annotations
 
@@ -63,7 +59,7 @@ def multi_token_prediction(tokens: TokenIds, horizon: int) -> Family:
     rows = causal(n).intervals()
     parts = [labels.part(first, last) for first, last in pairwise(cuts)]
     return tuple(  # views: all tasks together take the memory of the longest
-        Task(data.inputs(place[: k + 1]), parts[k], beginning(rows, "causal", n=k + 1)) for k in range(n)
+        Task(TokenSequence(data.table, place[: k + 1]), parts[k], beginning(rows, "causal", n=k + 1)) for k in range(n)
     )
 
 
@@ -161,7 +157,7 @@ def _denoising(data: _Data, block: int, masked: Masked, read: _Read, start: int 
             place, mask = read(first, first + block)
             inside = (place >= first) & (place < first + block)
             labels = data.labels(own, own, len(tasks), weights[own])
-            tasks.append(Task(data.inputs(place + noised[place] * inside), labels, mask))
+            tasks.append(Task(TokenSequence(data.table, place + noised[place] * inside), labels, mask))
     return tuple(tasks)
 
 
@@ -200,7 +196,8 @@ def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int
         steps = np.argsort(order[: t + 1])  # the steps 0..t by place, so that inputs stand in reading order
         inputs, position = order[steps], np.flatnonzero(steps == t)
         inputs[position] += n
-        tasks.append(Task(data.inputs(inputs), data.labels(position, order[[t]], t), causal(t + 1).permute(steps)))
+        labels = data.labels(position, order[[t]], t)
+        tasks.append(Task(TokenSequence(data.table, inputs), labels, causal(t + 1).permute(steps)))
     return tuple(tasks)
 
 
@@ -235,15 +232,12 @@ def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_to
 BY_LENGTH: Final[frozenset[Callable[..., Family]]] = frozenset(
     {causal_lm, multi_token_prediction, block_two_stream, butterfly, masked_lm, permutation_lm, block_diffusion}
 )
-"""Families that never look at token ids: sequences of one length get tasks of one structure (for equal arguments).
-"""
 
 
 def of_length_alone(family_fn: Callable[..., object]) -> bool:
     """Whether a family's tasks have one structure for all sequences of a length; random masks do not."""
-    if not isinstance(family_fn, partial):
-        return family_fn in BY_LENGTH
-    return family_fn.func in BY_LENGTH and not isinstance(family_fn.keywords.get("masked"), str)
+    random = isinstance(family_fn, partial) and isinstance(family_fn.keywords.get("masked"), str)
+    return not random and (family_fn.func if isinstance(family_fn, partial) else family_fn) in BY_LENGTH
 
 
 def butterfly_as_printed(n: int) -> Mask:
@@ -279,14 +273,12 @@ class _Data:
         self.table = TokenTable.data(self.ids)
         if masks:
             blank = np.full(self.size, mask_id(mask_token))
-            blanks = TokenTable(Ragged.single(blank), place, Ragged.empty(self.size))
+            nothing = Ragged(np.zeros(self.size + 1, np.int64), np.zeros(0, np.int64))
+            blanks = TokenTable(Ragged.single(blank), place, nothing)
             self.table = TokenTable.stack([self.table, blanks])
 
-    def inputs(self, index: IntArray) -> TokenSequence:
-        return TokenSequence(self.table, index)
-
     def labels(self, position: IntArray, data_index: IntArray, task: object, weight: object = 1.0) -> LabelTable:
-        return LabelTable.columns(position, self.ids[data_index], data_index, data_index, task=task, weight=weight)
+        return LabelTable.columns(position, self.ids[data_index], data_index, data_index, task, weight)
 
 
 def beginning(rows: IntervalRows, name: str, **parameters: int) -> Mask:

@@ -25,18 +25,13 @@ from attnflow.tasks.tokens import TokenTable, as_they_appear
 
 @dataclass(frozen=True, eq=False)
 class TasksLayout:
-    """What the order depends on besides the classes: dense tasks, numbered inputs, and which positions are labelled."""
-
     tasks: Sequence[Task]
     inputs: Sequence[IntArray]
     labelled: Sequence[BoolArray]
     tokens: TokenTable
 
     def arrange(self, position: Sequence[IntArray], node: IntArray) -> tuple[IntArray, IntArray]:
-        """(place in the sequence, number that gives rows few intervals) of each class.
-
-        They differ where a task's own order splits its mask into many intervals (permutation language modelling).
-        """
+        """(place in the sequence, number that gives rows few intervals) of each class; XLNet's differ."""
         size = len(node)
         ranks = [task.mask.relabelled()[1] for task in self.tasks]  # the order in which a mask has few intervals
         compact = [part if rank is None else part[np.argsort(rank)] for part, rank in zip(position, ranks, strict=True)]
@@ -57,7 +52,6 @@ class TasksLayout:
         return places(position), places(compact)
 
     def _last(self, position: Sequence[IntArray], node: IntArray) -> BoolArray:
-        """Whether each class belongs to a node that only predicts."""
         size = len(node)
         labelled, home, ends = np.zeros(size, np.bool_), np.zeros(size, np.bool_), np.ones(size, np.bool_)
         at_home = _at_home(self.tokens)

@@ -216,10 +216,7 @@ def witnesses(task: Task, pairs: IntArray, layers: int | None) -> Iterator[Leak]
 
 
 def _readable(task: Task, layers: int | None) -> Iterator[tuple[IntervalRows, IntArray | None, IntArray, IntArray]]:
-    """What labelled positions can read after `layers` layers, by position, in parts that fit into memory.
-
-    A part is interval rows over keys that `rank` numbers (None: by position), labels, and the row of each label.
-    """
+    """What labelled positions read, in parts: rows over keys that `rank` numbers, labels, the row of each label."""
     place = task.targets.table["position"]
     labels = np.argsort(place, kind="stable")
     labelled, row = np.unique(place[labels], return_inverse=True)

@@ -1,8 +1,4 @@
-"""`merge`: builds the one sequence and mask that trains a whole family of tasks; `embeds` checks such a task.
-
-Read `merge` first. Hashing (`equivalence`) decides which positions become one; where inputs repeat within a down-set,
-types and a search do (`posets`). `layout` orders the positions.
-"""
+"""`merge`: builds the one sequence and mask that trains a whole family of tasks; `embeds` checks such a task."""
 
 from __future__ import annotations
 
@@ -186,7 +182,6 @@ def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> LabelTable:
 
 
 def embedding(task: Task, family: Sequence[Task]) -> Embedding:
-    """Which nodes of a family have an equivalent in a task over the same tokens; see `MergedTask.embeds`."""
     tasks = _family(family)
     for number, each in enumerate(tasks):
         _require_dense(number, each)
@@ -204,7 +199,6 @@ def embedding(task: Task, family: Sequence[Task]) -> Embedding:
 
 
 def _family(family: Sequence[Task]) -> list[Task]:
-    """The family as a list, checked: at least one task, each with one mask for all layers."""
     if isinstance(family, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError("a family is a sequence of Task, got one Task: pass [task]")
     tasks = list(family)

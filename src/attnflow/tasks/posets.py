@@ -20,6 +20,9 @@ from attnflow.tasks.task import Task
 Example = tuple["Poset", int]
 """A node of a type."""
 
+Graph = tuple[Sequence[Hashable], Sequence[tuple[int, int]]]
+"""A directed graph: the colour of each node, and the edges (lower, upper)."""
+
 _Signature = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
 _STEPS: Final = 50_000  # of the search for an amalgam: about a second
 LARGEST_WORK: Final = 1 << 22  # neighbours looked at by isomorphism: about ten seconds
@@ -28,12 +31,9 @@ _DEPTH: Final = 400  # recursion; beyond it only the greedy solution is taken
 
 @dataclass
 class Work:
-    """A shared budget of neighbours that a search may still visit."""
-
     left: int = LARGEST_WORK
 
     def spend(self, amount: int, size: int) -> None:
-        """Reduce the budget; raise `ValueError` if too little is left."""
         self.left -= amount
         if self.left < 0:
             raise ValueError(
@@ -91,7 +91,7 @@ def _graph(poset: Poset, ideal: Sequence[int]) -> Graph:
     number = {node: place for place, node in enumerate(ideal)}
     colours = [poset.types[node] for node in ideal[:-1]]
     edges = [(number[lower], place) for node, place in number.items() for lower in poset.covers[node]]
-    return Graph([*colours, -1], edges)
+    return [*colours, -1], edges
 
 
 def typed(tasks: Sequence[Task], inputs: Sequence[IntArray]) -> tuple[list[Poset], list[Example]]:
@@ -179,10 +179,7 @@ class _Search:
 
 
 def amalgamate(examples: Sequence[Example]) -> tuple[list[int], list[frozenset[int]], int, bool]:
-    """The smallest poset with every type over a full copy of its down-set; not proved smallest past the budget.
-
-    (types of its nodes in topological order, all nodes strictly below each, lower bound on the nodes, is it proved).
-    """
+    """(types of the smallest poset with all down-sets, all nodes below each, lower bound, is it proved)."""
     needed: Counter[int] = Counter()
     lower: set[int] = set()
     for kind, (poset, node) in enumerate(examples):
@@ -213,14 +210,6 @@ def amalgamate(examples: Sequence[Example]) -> tuple[list[int], list[frozenset[i
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
-    """A directed graph: the colour of each node, and the edges (lower, upper)."""
-
-    colours: Sequence[Hashable]
-    edges: Sequence[tuple[int, int]]
-
-
-@dataclass(frozen=True, eq=False)
 class _Quotient:
     groups: list[list[int]]
     colours: list[Hashable]
@@ -228,22 +217,20 @@ class _Quotient:
     upper: list[list[int]]
 
     @classmethod
-    def of(cls, graph: Graph) -> _Quotient:
-        below: list[set[int]] = [set() for _ in graph.colours]
-        above: list[set[int]] = [set() for _ in graph.colours]
-        for lower, upper in graph.edges:
+    def of(cls, colours: Sequence[Hashable], edges: Sequence[tuple[int, int]]) -> _Quotient:
+        below, above = ([set[int]() for _ in colours] for _ in range(2))
+        for lower, upper in edges:
             below[upper].add(lower)
             above[lower].add(upper)
         members: dict[Hashable, list[int]] = {}
-        for node, colour in enumerate(graph.colours):
+        for node, colour in enumerate(colours):
             members.setdefault((colour, frozenset(below[node]), frozenset(above[node])), []).append(node)
         groups = list(members.values())
         number = {node: place for place, group in enumerate(groups) for node in group}
         return cls(
             groups,
-            [(graph.colours[group[0]], len(group)) for group in groups],
-            [sorted({number[other] for other in below[group[0]]}) for group in groups],
-            [sorted({number[other] for other in above[group[0]]}) for group in groups],
+            [(colours[group[0]], len(group)) for group in groups],
+            *([sorted({number[node] for node in side[group[0]]}) for group in groups] for side in (below, above)),
         )
 
     def signatures(self, colours: Sequence[int]) -> list[Hashable]:
@@ -254,14 +241,10 @@ class _Quotient:
 
 
 def isomorphic(one: Graph, two: Graph, work: Work) -> dict[int, int] | None:
-    """A bijection of the nodes that keeps colours and edges, or None; `ValueError` if `work` runs out.
-
-    Colours are refined until stable. Where they do not separate nodes (strongly regular graphs), one node gets a colour
-    of its own and each counterpart is tried. Nodes with the same neighbours count as one.
-    """
-    if len(one.colours) != len(two.colours) or len(one.edges) != len(two.edges):
+    """A bijection that keeps colours and edges, or None: colours are refined, then single nodes are told apart."""
+    if any(len(mine) != len(others) for mine, others in zip(one, two, strict=True)):
         return None
-    left, right = _Quotient.of(one), _Quotient.of(two)
+    left, right = _Quotient.of(*one), _Quotient.of(*two)
     if len(left.groups) != len(right.groups):
         return None
     number: dict[Hashable, int] = {}

@@ -1,8 +1,4 @@
-"""Puts sequences with common prefixes into prefix trees, which a causal model runs in place of a batch's rows.
-
-A token's state depends only on the tokens before it in its row. So equal prefixes have equal states. `Trie` holds each
-prefix once; `plan` puts the rows of a batch into tries, where each token attends to its ancestors.
-"""
+"""Prefix trees, which a causal model runs in place of a batch's rows: equal prefixes of rows have equal states."""
 
 from __future__ import annotations
 
@@ -19,31 +15,19 @@ from attnflow.tasks.embedding import NO_ID
 
 @dataclass(frozen=True, eq=False)
 class Trie:
-    """A prefix tree of int64 sequences, numbered depth-first: the descendants of node v are `[v + 1, end[v])`.
+    """A prefix tree of int64 sequences, numbered depth-first, the child with most descendants first."""
 
-    The child with most descendants comes first, so a node's ancestors are at most log2(nodes) + 1 stretches; `head` is
-    the first node of a node's stretch. Sequence s is `[offsets[s], offsets[s + 1])` of the flat items; `node_of` is the
-    node of each item, and `source` an item of each node, from its earliest sequence.
-    """
-
-    offsets: IntArray
-    node_of: IntArray
-    source: IntArray
+    offsets: IntArray  # sequence s is the flat items `[offsets[s], offsets[s + 1])`
+    node_of: IntArray  # of each item
+    source: IntArray  # an item of each node, from its earliest sequence
     parent: IntArray
     depth: IntArray
-    end: IntArray
-    head: IntArray
+    end: IntArray  # the descendants of node v are `[v + 1, end[v])`
+    head: IntArray  # the first node of a node's stretch; ancestors are at most log2(nodes) + 1 stretches
 
     @classmethod
     def of(cls, keys: IntArray, offsets: IntArray) -> Trie:
-        """Build the trie of the sequences `keys[offsets[s] : offsets[s + 1]]`; some may be empty, or equal.
-
-        A key must hold everything that distinguishes an item, except for the items before it. Cost: O(items) + a sort.
-
-        >>> trie = Trie.of(np.array([7, 8, 1, 7, 8, 2, 9]), np.array([0, 3, 6, 7]))
-        >>> trie.node_of.tolist(), trie.parent.tolist(), trie.end.tolist()
-        ([0, 1, 2, 0, 1, 3, 4], [-1, 0, 1, 1, -1], [4, 4, 3, 4, 5])
-        """
+        """The trie of `keys[offsets[s] : offsets[s + 1]]`; a key holds all of an item but the items before it."""
         first = _built(keys, offsets)
         sizes, sequence = first.end - np.arange(first.size), np.searchsorted(offsets, first.source, side="right")
         rank = (first.size - sizes) * len(offsets) + sequence  # the largest first, then the earliest
@@ -65,20 +49,11 @@ class Trie:
     def with_copies(self, nodes: IntArray) -> Trie:
         """A trie with a further leaf, of the same ancestors, for each of `nodes`; only its own `end` counts it."""
         leaves = np.arange(self.size, self.size + len(nodes))
-        return replace(
-            self,
-            source=np.concatenate([self.source, self.source[nodes]]),
-            parent=np.concatenate([self.parent, self.parent[nodes]]),
-            depth=np.concatenate([self.depth, self.depth[nodes]]),
-            end=np.concatenate([self.end, leaves + 1]),
-            head=np.concatenate([self.head, leaves]),
-        )
+        copied = {name: np.append(vars(self)[name], vars(self)[name][nodes]) for name in ("source", "parent", "depth")}
+        return replace(self, **copied, end=np.append(self.end, leaves + 1), head=np.append(self.head, leaves))
 
     def ancestors(self, columns: IntArray | None = None, window: int | None = None) -> IntervalRows:
-        """Row v: v and its ancestors, with a `window` only those `u` with `columns[v] - columns[u] < window`.
-
-        `columns` (by default the depth) must rise along each path.
-        """
+        """Row v: v and its ancestors; with a `window` only those `u` with `columns[v] - columns[u] < window`."""
         nodes = np.arange(self.size)
         columns = self.depth if columns is None else columns
         stretch = np.cumsum(self.head == nodes) - 1
@@ -149,18 +124,14 @@ class PassCost:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences of a causal model as arrays [batch, length], `real` False at pads, labels as in transformers.
-
-    With `by_column` a token's column counts beside its position, as it does for sliding windows. `starts` is True where
-    a sequence begins, for rows that hold several (packed rows); by default each row is one.
-    """
+    """Sequences of a causal model as arrays [batch, length]."""
 
     ids: IntArray
-    real: BoolArray
+    real: BoolArray  # False at pads
     positions: IntArray
-    labels: IntArray | None = None
-    by_column: bool = False
-    starts: BoolArray | None = None
+    labels: IntArray | None = None  # as in transformers
+    by_column: bool = False  # whether a token's column counts beside its position, as for sliding windows
+    starts: BoolArray | None = None  # where a sequence begins, for packed rows; by default each row is one
 
     def columns(self) -> IntArray:
         columns = np.broadcast_to(np.arange(self.ids.shape[1]), self.ids.shape)
@@ -188,21 +159,16 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class SharedPlan:
-    """The prefix trees [trees, width] that run in place of a batch; slots after a tree's nodes are padding.
-
-    `columns` is the place of each node in its sequence. `place` is the slot of each token in the flattened trees, -1 at
-    pads. `label_place` is the slot of each prediction in the flattened [trees, width - 1]. `labels` holds every label
-    once.
-    """
+    """The prefix trees [trees, width] that run in place of a batch; slots after a tree's nodes are padding."""
 
     ids: IntArray
     positions: IntArray
     trees: tuple[Trie, ...]
-    columns: tuple[IntArray, ...]
-    place: IntArray
+    columns: tuple[IntArray, ...]  # the place of each node in its sequence
+    place: IntArray  # the slot of each token in the flattened trees, -1 at pads
     tokens: int
-    labels: IntArray | None = None
-    label_place: IntArray | None = None
+    labels: IntArray | None = None  # each label once: a token that predicts c labels takes c slots
+    label_place: IntArray | None = None  # the slot of each prediction in the flattened [trees, width - 1]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -236,13 +202,7 @@ class SharedPlan:
 
 
 def plan(batch: Batch, cost: PassCost, one_row: bool = False) -> SharedPlan | None:
-    """The prefix trees of a batch, with its labels if it has some; None if no sequence has a token.
-
-    Dense attention also computes forbidden pairs, so a sequence joins a tree only where that is less work; with
-    `one_row` all join, for kernels that skip such pairs. A token that predicts c labels (no pad may) takes c slots:
-    itself and copies with its position and ancestors. With labels each tree ends with a padding slot, as a slot's label
-    stands in the next.
-    """
+    """The prefix trees of a batch, with its labels if it has some; with `one_row` all sequences join one tree."""
     numbers = batch.sizes()
     if not numbers.any():
         return None
@@ -264,7 +224,7 @@ def plan(batch: Batch, cost: PassCost, one_row: bool = False) -> SharedPlan | No
             tree = _with_labels(tree, items, predicts, prediction)
         trees.append(tree)
         sources.append(items[tree.source])
-    width = max(tree.size for tree in trees) + (predicts is not None)
+    width = max(tree.size for tree in trees) + (predicts is not None)  # as a slot's label stands in the next
     starts, row_of = np.arange(len(groups)) * width, np.empty(len(numbers), np.int64)
     for number, group in enumerate(groups):
         row_of[group] = number

@@ -24,11 +24,7 @@ Numbers = Sequence[float | int | Sequence[float | int] | _Array] | _Array
 """For each response a number, or a number for each of its tokens."""
 
 
-def rollouts(
-    prompts: TokenIds | Several,
-    responses: Several,
-    weights: Numbers | None = None,
-) -> Family:
+def rollouts(prompts: TokenIds | Several, responses: Several, weights: Numbers | None = None) -> Family:
     """Train on sampled responses: task i reads prompt i and response i, causally, and predicts the response's tokens.
 
     Merged, the sequences become their prefix tree, with the same values and gradients. G responses of C tokens to a

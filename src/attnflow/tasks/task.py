@@ -1,7 +1,4 @@
-"""`Task`: inputs (each a `Token`), labels (each a `Label`: what a position must predict) and a mask.
-
-`LabelTable` are many labels as one array, as a task stores them.
-"""
+"""`Task`: inputs (each a `Token`), labels (each a `Label`: what a position must predict) and a mask."""
 
 from __future__ import annotations
 
@@ -82,16 +79,8 @@ class Label:
         )
 
 
-_ROW: Final = np.dtype(
-    [
-        ("position", np.int64),
-        ("target_id", np.int64),
-        ("target_position", np.int64),
-        ("data_index", np.int64),  # -1 without one
-        ("task", np.int64),
-        ("weight", np.float64),
-    ]
-)
+_INTEGERS: Final = "position", "target_id", "target_position", "data_index", "task"  # data_index is -1 without one
+_ROW: Final = np.dtype([*((name, np.int64) for name in _INTEGERS), ("weight", np.float64)])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -108,31 +97,19 @@ class LabelTable:
         for label in listed:
             if not isinstance(label, Label):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"expected a Label, got {label!r} of type {type(label).__name__}")
+        targets = [
+            (label.target.ids[0], label.target.position, *(label.target.provenance or (-1,))) for label in listed
+        ]
         rows = [
-            (
-                label.position,
-                label.target_id,
-                label.target.position,
-                -1 if label.data_index is None else label.data_index,
-                label.task,
-                label.weight,
-            )
-            for label in listed
+            (label.position, *target, label.task, label.weight) for label, target in zip(listed, targets, strict=True)
         ]
         return cls(np.array(rows, dtype=_ROW))
 
     @classmethod
-    def columns(
-        cls,
-        position: object,
-        target_id: IntArray,
-        target_position: object,
-        data_index: object,
-        task: object = 0,
-        weight: object = 1.0,
-    ) -> LabelTable:
+    def columns(cls, position: object, target_id: IntArray, *rest: object) -> LabelTable:
+        """Make labels from the fields of `_ROW`, in their order; each is an array or one value for all."""
         table = np.empty(len(target_id), dtype=_ROW)
-        columns = (position, target_id, target_position, data_index, task, weight)
+        columns = (position, target_id, *rest)
         for name, column in zip(_ROW.names or (), columns, strict=True):
             table[name] = column
         return cls(table)
@@ -145,7 +122,6 @@ class LabelTable:
             yield Label(position, Token(id, place, () if index < 0 else (index,)), task, weight)
 
     def part(self, first: int, last: int) -> LabelTable:
-        """A view of labels `first` to `last - 1`."""
         return LabelTable(self.table[first:last])
 
 
@@ -176,12 +152,7 @@ class Task:
     masks: tuple[Mask, ...]
     num_layers: int | None
 
-    def __init__(
-        self,
-        inputs: Iterable[Token],
-        labels: Iterable[Label],
-        mask: Mask | Sequence[Mask],
-    ) -> None:
+    def __init__(self, inputs: Iterable[Token], labels: Iterable[Label], mask: Mask | Sequence[Mask]) -> None:
         """Make a task; `mask` may be a list of one mask per layer.
 
         Raises:
@@ -191,12 +162,11 @@ class Task:
         masks = tuple(mask) if isinstance(mask, Sequence) else (mask,)
         if not masks:
             raise ValueError("expected a mask or at least one mask per layer, got an empty sequence")
-        for each in masks:
-            if not isinstance(each, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise not_a_mask(each)
         sequence, targets = TokenSequence.of(inputs), LabelTable.of(labels)
         size = len(sequence)
         for each in masks:
+            if not isinstance(each, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise not_a_mask(each)
             if each.num_queries != each.num_keys:
                 raise ValueError(f"mask must be square, got shape {each.shape}")
             if each.num_queries != size:

@@ -109,11 +109,6 @@ class Ragged:
         return cls(np.arange(len(values) + 1), values)
 
     @classmethod
-    def empty(cls, rows: int) -> Ragged:
-        """Make rows without numbers."""
-        return cls(np.zeros(rows + 1, np.int64), np.zeros(0, np.int64))
-
-    @classmethod
     def stack(cls, parts: Sequence[Ragged]) -> Ragged:
         lengths = [np.zeros(1, np.int64), *(part.lengths for part in parts)]
         return cls(np.cumsum(np.concatenate(lengths)), np.concatenate([part.values for part in parts]))
@@ -174,7 +169,6 @@ class TokenTable:
 
     @classmethod
     def stack(cls, parts: Sequence[TokenTable]) -> TokenTable:
-        """The tokens of all parts, one after the other."""
         return cls(
             Ragged.stack([part.ids for part in parts]),
             np.concatenate([part.position for part in parts]),

@@ -111,7 +111,8 @@ def verify(
         ValueError: `merged` is not of this family, nothing is labelled, a row of a mask allows no key, a token id is
             outside of the vocabulary, or no parameter requires a gradient.
     """
-    model, tasks = Subject.of(model).model, list(family)
+    subject, tasks = Subject.of(model), list(family)
+    model = subject.model
     gradients = boolean("gradients", gradients)
     tolerance = None if tolerance is None else finite("tolerance", tolerance, 0.0)
     _require_same_family(tasks, merged)
@@ -120,13 +121,13 @@ def verify(
             raise ValueError("a position may attend to nothing: its softmax is undefined; allow it to attend to itself")
     if not any(len(task.targets) for task in tasks):
         raise ValueError("verify compares labelled positions, but no task of the family has a label")
-    require_runnable(model)
+    require_runnable(subject)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad] if gradients else []
     if gradients and not parameters:
         raise ValueError("no parameter of the model requires a gradient; pass gradients=False to compare outputs only")
     double = all(parameter.dtype == torch.float64 for parameter in model.parameters())
     with evaluating(model), torch.set_grad_enabled(gradients), precision(model, torch.float64 if double else None):
-        logits = run(model, merged.task)
+        logits = run(subject, merged.task)
         terms = _terms(logits, merged.task)
         merged_loss, merged_sums = float(terms.sum().detach()), _sums(merged.task, terms)
         merged_gradients = _gradients(terms.sum(), parameters)
@@ -136,7 +137,7 @@ def verify(
         for number, (task, place) in enumerate(zip(tasks, merged.positions, strict=True)):
             if not len(task.targets):
                 continue
-            alone = run(model, task)
+            alone = run(subject, task)
             terms = _terms(alone, task)
             for total, gradient in zip(summed, _gradients(terms.sum(), parameters), strict=True):
                 total += gradient

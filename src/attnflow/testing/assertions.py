@@ -110,12 +110,12 @@ def assert_packing_equals_alone(
         raise ValueError(
             f"expected at least two samples, got {len(samples)}: one alone has nothing to be compared with"
         )
-    module = Subject.of(model).model
-    call, losses, _ = bound(module, collate(list(samples)))
-    ids, _ = rows_of(module, call).tokens()
+    subject = Subject.of(model)
+    call, losses, _ = bound(subject, collate(list(samples)))
+    ids, _ = rows_of(subject, call).tokens()
     tokens: list[Tensor] = []
     for sample in samples:
-        single, real = rows_of(module, bound(module, collate([sample]))[0]).tokens()
+        single, real = rows_of(subject, bound(subject, collate([sample]))[0]).tokens()
         tokens.append(single[real])
     free, places = torch.ones_like(ids, dtype=torch.bool), dict[int, tuple[int, Tensor]]()
     for number in sorted(range(len(tokens)), key=lambda number: -len(tokens[number])):
@@ -127,7 +127,7 @@ def assert_packing_equals_alone(
         row, start = starts[0]
         free[row, start : start + size] = False
         places[number] = row, torch.arange(start, start + size)
-    report = compare_alone(module, call, losses=losses, places=[places[number] for number in range(len(tokens))])
+    report = compare_alone(subject, call, losses, places=[places[number] for number in range(len(tokens))])
     if not report.ok:
         what = "samples have other outputs in the batch than alone" if report.differences else "not all was compared"
         raise AssertionError(f"{what}; documents are numbers of samples\n{report}")

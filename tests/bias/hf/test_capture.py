@@ -10,7 +10,7 @@ from tests.bias.hf.common import disabled, layer_biases
 from tests.models import tiny
 from tests.models.saved import word_tokenizer
 
-PROMPT = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="
+GREEDY = {"do_sample": False, "eos_token_id": None}
 
 
 def biased(name="Llama", seed=0, implementation="eager", **config):
@@ -113,7 +113,7 @@ def test_a_padded_sequence_that_generates(name, tokenizer):
     model = biased(name, implementation="sdpa")
     batch = dict(tokenizer(["w5 w6 w7"], padding="max_length", max_length=5, return_tensors="pt"))
     batch.pop("token_type_ids", None)
-    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    options = GREEDY | {"max_new_tokens": 3, "pad_token_id": 1}
     found = af.bias.capture(Loaded(model, tokenizer), batch, generate=options)
     out = model.generate(**batch, **options)
     assert found.tokens == ("[PAD]", "[PAD]", "w5", "w6", "w7", *(f"w{i}" for i in out[0, 5:-1].tolist()))
@@ -129,13 +129,7 @@ def test_a_padded_sequence_that_generates(name, tokenizer):
 def test_what_is_generated_by_any_cache_has_the_map_of_the_whole_text(name, cache):
     """Also with a window that is shorter than the text."""
     model, tokens = biased(name, implementation="sdpa"), ids(6)
-    options = {
-        "max_new_tokens": 4,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        "disable_compile": True,
-    }
+    options = GREEDY | {"max_new_tokens": 4, "pad_token_id": 0, "disable_compile": True}
     found = af.bias.capture(model, tokens, generate=options | cache, heads=[0, 3])
     out = model.generate(tokens, **options)
     assert found.produced == tuple(str(token) for token in out[0, 6:].tolist())
@@ -158,7 +152,6 @@ def test_looking_changes_nothing():
 
 
 def test_several_biases_are_one_map():
-    torch.manual_seed(0)
     model = tiny("Llama", torch.float32, attn_implementation="eager")
     alibi = af.bias.AlibiConfig(rope="keep")
     af.bias.attach(model, [af.bias.GuidanceConfig(hidden_dim=8, layers="every", init="kaiming"), alibi])

@@ -6,16 +6,7 @@ import pytest
 import torch
 
 import attnflow as af
-from tests.bias.hf.common import (
-    EVERY_OTHER_KIND,
-    GUIDANCE,
-    biased,
-    disabled,
-    disturb,
-    family,
-    outputs,
-    tokens,
-)
+from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, biased, disabled, disturb, family, outputs, tokens
 
 KINDS = (*GUIDANCE, *EVERY_OTHER_KIND)
 

@@ -101,26 +101,3 @@ def test_unrotated_vectors_are_the_projections_of_the_modules_weights(name):
             ratio = after[:, 0] / before[:, 0]  # rotary embedding is the identity at position 0
             expected_ratio = torch.ones_like(ratio) if name not in SCALED else ratio[:1, :1].expand_as(ratio)
             torch.testing.assert_close(ratio, expected_ratio, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("share", [True, "kv", False])
-@pytest.mark.parametrize("reference", ["unrotated", "per_head"])
-def test_maps_serve_the_heads_that_they_are_made_for(share, reference):
-    """GQA: a map of a key-value head serves the query heads of that head, and no others."""
-    model, calls = family("Llama"), []
-    af.bias.attach(model, af.bias.BilinearConfig(layers=[0], reference=reference, share_heads=share))
-    bias = model.model.layers[0].self_attn.score_terms
-    weights = bias.kinds[0].query.weight
-    nn.init.normal_(weights)
-    bias.observer = calls.append
-    with torch.no_grad():
-        outputs(model, input_ids=tokens(1, 5))
-    (call,), groups = calls, {True: 1, "kv": 2, False: 4}[share]
-    assert weights.shape[0] == groups
-    tile = call.terms[0].tile(slice(0, 5), slice(0, 5))[0]
-    for head in range(HEADS):
-        weight = weights[head * groups // HEADS]
-        q = call.query[0, :, 0].flatten() if reference == "unrotated" else call.query[0, head, 0]
-        k = call.key[0, :, 0].flatten() if reference == "unrotated" else call.key[0, head // 2, 0]
-        expected = (weight @ q) @ k / (weight.shape[0] * weight.shape[1]) ** 0.5
-        torch.testing.assert_close(tile[head * tile.shape[0] // HEADS, 0, 0], expected, rtol=1e-5, atol=1e-6)

@@ -79,15 +79,18 @@ def test_a_reader_whose_version_was_compacted_away_is_told_to_refresh(directory)
             assert reader.get([1])[0].id == 1
 
 
-@pytest.mark.parametrize("uri", ["gs://bucket/facts", "az://container/facts", "hf://datasets/a/b", "file:///tmp/facts"])
-def test_places_that_are_not_supported_are_refused_without_a_connection(uri, monkeypatch):
-    def connected(*_, **__):
-        raise AssertionError("the network was asked")
+PLACES = ["", "postgres://somewhere/store", "http://somewhere:19530"]
+PLACES += ["gs://bucket/facts", "az://container/facts", "hf://datasets/a/b", "file:///tmp/facts"]
 
-    monkeypatch.setattr("lancedb.connect", connected)  # its sockets are not Python's
+
+@pytest.mark.parametrize("uri", PLACES)
+def test_places_that_are_not_supported_are_refused_without_a_connection(uri, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lancedb.connect", None)  # its sockets are not Python's
     for options in ({"dim": 4}, {"read_only": True}):
         with pytest.raises(ValueError, match="uri must be a directory"):
             Store.open(uri, **options)
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_writes_and_any_number_read(directory):

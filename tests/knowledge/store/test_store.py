@@ -187,11 +187,7 @@ BAD = {
     "one row": (lambda s: s.insert(embeddings=torch.ones(4)), ValueError, r"shape \[n, 4\]"),
     "NaN": (lambda s: s.insert(embeddings=[[0, 0, 0, 0], [0, np.nan, 0, 0]]), ValueError, "row 1 of embeddings"),
     "inf": (lambda s: s.upsert(ids=[0], embeddings=[[0, 0, 0, -np.inf]]), ValueError, "row 0 of embeddings"),
-    "products too large": (
-        lambda s: s.insert(embeddings=np.full((1, 4), 1e30)),
-        ValueError,
-        r"at most 1e\+16",
-    ),
+    "products too large": (lambda s: s.insert(embeddings=np.full((1, 4), 1e30)), ValueError, r"at most 1e\+16"),
     "too large": (lambda s: s.insert(embeddings=np.full((1, 4), 1e300)), ValueError, "NaN or infinity"),
     "NaN threshold": (
         lambda s: s.insert(embeddings=EYE[:1], thresholds=[[0, np.nan]]),
@@ -202,11 +198,7 @@ BAD = {
     "threshold width": (lambda s: s.insert(embeddings=EYE, thresholds=torch.ones(4, 3)), ValueError, "thresholds"),
     "booleans": (lambda s: s.insert(embeddings=np.ones((1, 4), dtype=bool)), TypeError, "real numbers"),
     "complex": (lambda s: s.insert(embeddings=torch.ones(1, 4, dtype=torch.cfloat)), TypeError, "real numbers"),
-    "repeated ids": (
-        lambda s: s.insert(ids=[5, 6, 5, 7], embeddings=EYE),
-        ValueError,
-        r"more than once: \[5\]",
-    ),
+    "repeated ids": (lambda s: s.insert(ids=[5, 6, 5, 7], embeddings=EYE), ValueError, r"more than once: \[5\]"),
     "repeated upsert": (lambda s: s.upsert(ids=[0, 0], embeddings=EYE[:2]), ValueError, "more than once"),
     "repeated delete": (lambda s: s.delete([0, 0]), ValueError, "more than once"),
     "existing id": (lambda s: s.insert(ids=[8, 1], embeddings=EYE[:2]), ValueError, r"existing ones: \[1\]"),
@@ -253,14 +245,6 @@ def test_what_is_not_there_is_not_in_a_store(store, key):
     assert 1 in store
     with pytest.raises(TypeError, match="must be an integer"):
         "1" in store  # noqa: B015
-
-
-@pytest.mark.parametrize("uri", ["", "postgres://somewhere/store", "http://somewhere:19530"])
-def test_a_place_that_is_none_is_refused_and_nothing_is_made(uri, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="uri must be a directory"):
-        Store.open(uri, dim=4)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_store_without_thresholds(place):

@@ -25,11 +25,6 @@ def logits(model, ids):
         return outputs(model, input_ids=ids)
 
 
-def logits_under(model, mask, ids):
-    with af.masks.attach(model, mask):
-        return logits(model, ids)
-
-
 def test_call_and_context_manager_are_the_same_and_undone_exactly(model):
     ids, before = tokens(1, LENGTH), state(model)
     plain = logits(model, ids)
@@ -73,7 +68,9 @@ def test_the_newest_mask_holds_and_handles_go_in_any_order(model):
     older, newer = af.masks.attach(model, WINDOW), af.masks.attach(model, CAUSAL)
     older.remove()
     assert (older.active, newer.active) == (False, True)
-    assert torch.equal(logits(model, ids), logits_under(model, CAUSAL, ids))
+    found = logits(model, ids)
+    with af.masks.attach(model, CAUSAL):
+        assert torch.equal(logits(model, ids), found)
     newer.remove()
     assert state(model) == before
     with pytest.raises(RuntimeError, match="was removed"), older:

@@ -26,17 +26,13 @@ CASES = {
 }
 
 
-def batch_of(grid, sequences=3):
-    sequences = sequences if grid.shape[0] == 1 else grid.shape[0]
-    return tokens(sequences, grid.num_queries), torch.arange(grid.num_queries).expand(sequences, -1)
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["GPT2", "Llama"])
 def test_values_and_gradients_are_those_of_dense_masks(case, backend, name):
     model, grid = tiny(name), CASES[case]
-    ids, positions = batch_of(grid)
+    ids = tokens(3 if grid.shape[0] == 1 else grid.shape[0], grid.num_queries)
+    positions = torch.arange(grid.num_queries).expand(len(ids), -1)
     oracle = copy.deepcopy(model)
     # GPT-2 computes eager attention in float64 throughout; Llama takes the softmax in float32.
     oracle.set_attn_implementation("sdpa" if name == "Llama" else "eager")

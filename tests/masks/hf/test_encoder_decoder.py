@@ -105,20 +105,17 @@ def test_generate(name, cache):
 
 def test_what_encoder_decoder_models_ask_for():
     model, causal = tiny("Bart"), af.masks.causal(TARGET)
-    with pytest.raises(ValueError, match=r'takes a dict of masks with any of "encoder".*got Mask'):
-        af.masks.attach(model, causal)
-    with pytest.raises(ValueError, match=r"got \['self'\]"):
-        af.masks.attach(model, {"self": causal})
-    with pytest.raises(ValueError, match="got none"):
-        af.masks.attach(model, {})
-    with pytest.raises(ValueError, match="one mask per attention module, 2, got 3"):
-        af.masks.attach(model, per_layer={"decoder": [causal] * 3})
-    with pytest.raises(TypeError, match=r'got a list: one mask for each layer is per_layer=\{"decoder": \[...\]\}'):
-        inspect.unwrap(af.masks.attach)(model, {"decoder": [causal] * 2})
-    with pytest.raises(ValueError, match="layers= goes with one mask on one stack"):
-        af.masks.attach(model, {"decoder": causal}, layers=[0])
-    with pytest.raises(ValueError, match="square"):
-        af.masks.attach(model, {"encoder": af.masks.full(2, 3)})
+    for message, masks, options in (
+        (r'takes a dict of masks with any of "encoder".*got Mask', causal, {}),
+        (r"got \['self'\]", {"self": causal}, {}),
+        ("got none", {}, {}),
+        ("one mask per attention module, 2, got 3", None, {"per_layer": {"decoder": [causal] * 3}}),
+        (r'one mask for each layer is per_layer=\{"decoder": \[...\]\}', {"decoder": [causal] * 2}, {}),
+        ("layers= goes with one mask on one stack", {"decoder": causal}, {"layers": [0]}),
+        ("square", {"encoder": af.masks.full(2, 3)}, {}),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            inspect.unwrap(af.masks.attach)(model, masks, **options)
 
 
 @pytest.mark.skipif(T5_TAKES_THE_INTERFACE, reason="this T5 takes the interface")

@@ -123,7 +123,6 @@ def test_sdpa_does_not_stand_in_where_it_would_drop_a_soft_cap():
 
 def test_padding_that_is_asked_for_once_for_all_queries():
     """LightGlue asks transformers for the mask of one query, and adds it to all of them."""
-    torch.manual_seed(0)
     model = LightGlueForKeypointMatching(LightGlueConfig(num_hidden_layers=2, descriptor_dim=64, num_attention_heads=4))
     attention, seen = model.transformer_layers[0].self_attention, list[tuple[torch.Tensor, torch.Tensor]]()
     attention.register_forward_hook(lambda module, args, output: seen.append((args[0], output[0])))

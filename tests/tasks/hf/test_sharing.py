@@ -18,11 +18,6 @@ ALONE = "packed rows: the model computes other states for them than for each seq
 ALONE_OF = {"GptOss", "OPT"}  # they make their masks without position_ids
 
 
-@pytest.fixture(autouse=True)
-def same_weights():
-    torch.manual_seed(0)
-
-
 def rows(sequences: list[list[int]], left: bool = False) -> dict[str, Tensor]:
     width = max(map(len, sequences))
     ids, real = [], []

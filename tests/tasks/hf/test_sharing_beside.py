@@ -9,9 +9,8 @@ from transformers.integrations.neftune import activate_neftune
 
 import attnflow as af
 from tests.models import ZOO
-from tests.tasks.hf.test_sharing import BATCHES, assert_same, labelled, run, same_weights
+from tests.tasks.hf.test_sharing import BATCHES, assert_same, labelled, run
 
-__all__ = ["same_weights"]
 GIVEN = labelled(BATCHES["a group"])
 CALL = {**GIVEN, "use_cache": False}
 

@@ -67,37 +67,33 @@ def check_alone(
         if value is not None:
             checks.integer(name, value, 1)
     subject = Subject.of(model)
-    module = subject.model
-    call = dict(batch) if isinstance(batch, Mapping) else read(subject, batch).kwargs
-    call, losses, left = bound(module, call)
-    report = compare_alone(module, call, losses=losses, rows=rows, documents=documents, training=training, seed=seed)
+    call, losses, left = bound(subject, batch if isinstance(batch, Mapping) else read(subject, batch).kwargs)
+    report = compare_alone(subject, call, losses, rows=rows, documents=documents, training=training, seed=seed)
     named = tuple(entry for entry in left if BOUNDARY_NAME.search(entry[0]))
     notes = tuple(f"{name}: {why}" for name, why in left if (name, why) not in named)
     return replace(report, uncompared=named + report.uncompared, notes=notes + report.notes)
 
 
-def bound(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[tuple[str, str]]]:
+def bound(subject: Subject, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[tuple[str, str]]]:
     """(the call that a batch makes, on the model's device; what it holds for the loss; what forward does not take)."""
-    parameters = inspect.signature(model.forward).parameters
-    call, losses, left = with_decoder_inputs(model, batch), dict[str, Any](), list[tuple[str, str]]()
+    parameters = inspect.signature(subject.model.forward).parameters
+    call, losses, left = dict[str, Any](), dict[str, Any](), list[tuple[str, str]]()
     hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name in list(call):
-        needed = name in parameters and parameters[name].default is inspect.Parameter.empty
-        if isinstance(call[name], Tensor):
-            call[name] = call[name].to(Subject(model).device)
+    for name, value in with_decoder_inputs(subject.model, batch).items():
         if name not in parameters and not hands_on:
-            del call[name]
             left.append((name, "the model's forward does not take it"))
-        elif name in LOSS_ARGUMENTS and not needed:
-            losses[name] = call.pop(name)
+            continue
+        needed = name in parameters and parameters[name].default is inspect.Parameter.empty
+        part = losses if name in LOSS_ARGUMENTS and not needed else call
+        part[name] = value.to(subject.device) if isinstance(value, Tensor) else value
     return call, losses, left
 
 
 def compare_alone(
-    model: nn.Module,
+    subject: Subject,
     kwargs: Mapping[str, Any],
-    *,
     losses: Mapping[str, Any] | None = None,
+    *,
     rows: int | None = None,
     documents: int | None = None,
     training: bool = False,
@@ -105,14 +101,14 @@ def compare_alone(
     places: Sequence[tuple[int, Tensor]] | None = None,
 ) -> AloneReport:
     """Compare a call, with `losses` beside; `places` (row, columns) replace the documents that it declares."""
-    began = time.perf_counter()
+    began, model = time.perf_counter(), subject.model
     modes = [(module, module.training) for module in model.modules()]
     with unchanged(model), evaluating(model), WithoutDropout(), cast(Any, torch.compiler).set_stance("force_eager"):
         if training:
             model.train()
             for module, flag in modes if modes[0][1] else ():
                 module.training = flag
-        work = AloneComparison(model, kwargs, seed)
+        work = AloneComparison(subject, kwargs, seed)
         work.choose(rows, documents, places)
         if work.parts:
             work.begin(losses or {})

@@ -27,7 +27,7 @@ from attnflow.audit.batch.rows import DataRows, as_batch
 from attnflow.audit.batch.targets import LossUnread, call_of, least_width, read_targets, run_model
 from attnflow.audit.packing import as_tensor
 from attnflow.models.passes.evaluation import REFUSALS, refusal
-from attnflow.models.subject import Loaded
+from attnflow.models.subject import Loaded, Subject
 
 Verdict = Literal["no mistake", "mistakes", "nothing tested"]
 Documents = str | Sequence[Any] | Tensor | None
@@ -101,8 +101,9 @@ def check_batch(
     reading = read_batch(batch, family, where)
     if not isinstance(model, nn.Module):
         return _report(batch, family, reading, None, findings)
-    loss = _loss_of_model(model, batch, reading, findings)
-    return _report(batch, family, reading, loss, findings, separate=_rows_alone(model, batch, reading, findings))
+    subject = Subject(model)
+    loss = _loss_of_model(subject, batch, reading, findings)
+    return _report(batch, family, reading, loss, findings, separate=_rows_alone(subject, batch, reading, findings))
 
 
 def check_loss(
@@ -149,7 +150,7 @@ def check_loss(
         raise TypeError(f"expected a model or a function of the batch, got {type(step).__name__}")
     ours = isinstance(step, nn.Module)
     model = model_of(step if ours and model_or_config is None else model_or_config)
-    call = partial(run_model, step) if ours else step
+    call = partial(run_model, Subject(step)) if ours else step
     reports, read = list[BatchReport](), list[Targets]()
     for part in parts:
         entries, where = _renamed(part, names, documents)
@@ -251,7 +252,6 @@ def _report(
     equal: bool = True,
     separate: bool | None = None,
 ) -> BatchReport:
-    """Check what is written in the batch, by what was seen of its loss; `findings` are those of the runs."""
     given, whole = reading.labels is not None, reading
     if family.prefix and batch.get("token_type_ids") is None:
         family = replace(family, causal=False)  # all of it is the prefix
@@ -338,19 +338,19 @@ def _renamed(
 
 
 def _loss_of_model(
-    model: nn.Module, batch: Mapping[str, Any], reading: BatchReading, findings: Findings
+    subject: Subject, batch: Mapping[str, Any], reading: BatchReading, findings: Findings
 ) -> Targets | None:
     if reading.labels is None and reading.targets is None:
         return None
     try:
-        targets = read_targets(partial(run_model, model), batch, least_width(batch), model)
+        targets = read_targets(partial(run_model, subject), batch, least_width(batch), subject.model)
     except LossUnread as error:
         why = f"{error}; pass the function that computes it to check_loss"
     except REFUSALS as error:
         why = f"it does not run on this batch: {refusal(error)}"
     else:
         return _matched(targets, reading, findings)
-    findings.untested.append((f"the loss of {type(model).__name__}", why))
+    findings.untested.append((f"the loss of {subject.kind}", why))
     return None
 
 
@@ -362,7 +362,7 @@ def _matched(targets: Targets, reading: BatchReading, findings: Findings) -> Tar
     return loss
 
 
-def _rows_alone(model: nn.Module, batch: Mapping[str, Any], reading: BatchReading, findings: Findings) -> bool:
+def _rows_alone(subject: Subject, batch: Mapping[str, Any], reading: BatchReading, findings: Findings) -> bool:
     """Run each row and document alone; whether all documents were seen to stay apart."""
     if reading.targets is not None:
         findings.unchecked.append(("rows alone", "positions of merged tasks do not begin at 0 alone"))
@@ -370,8 +370,8 @@ def _rows_alone(model: nn.Module, batch: Mapping[str, Any], reading: BatchReadin
     known = reading.starts or reading.single
     places = [(row, part.nonzero()[:, 0]) for row, part in reading.parts()] if known else None
     try:
-        call, labels, _ = bound(model, call_of(model, batch))
-        report = compare_alone(model, call, losses=labels, places=places)
+        call, labels, _ = bound(subject, call_of(subject, batch))
+        report = compare_alone(subject, call, labels, places=places)
     except (AttnflowError, *REFUSALS) as error:
         findings.untested.append(("rows alone", refusal(error)))
         return False

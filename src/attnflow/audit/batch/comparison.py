@@ -75,9 +75,10 @@ class Suspect(NamedTuple):
 
 
 class AloneComparison:
-    def __init__(self, model: nn.Module, kwargs: Mapping[str, Any], seed: int) -> None:
-        self.model, self.seed, self.passes = model, seed, 0
-        self.batch = rows_of(model, {name: value for name, value in kwargs.items() if name not in _KEPT})
+    def __init__(self, subject: Subject, kwargs: Mapping[str, Any], seed: int) -> None:
+        self.subject, self.seed, self.passes = subject, seed, 0
+        self.model = model = subject.model
+        self.batch = rows_of(subject, {name: value for name, value in kwargs.items() if name not in _KEPT})
         self.base: Outputs = {}
         self.parts: list[Cut] = []
         self.documents = self.compared = 0
@@ -140,7 +141,6 @@ class AloneComparison:
             self.batch, self.base = replace(self.batch, kwargs=labelled), outputs
 
     def look_in_training(self, modes: Sequence[tuple[nn.Module, bool]]) -> None:
-        """Say so where the model, which is in training mode, has other outputs there."""
         for module, flag in modes:
             module.training = flag
         outputs = self.tried(self.batch.kwargs)
@@ -150,7 +150,6 @@ class AloneComparison:
             self.uncompared["training mode"] = why
 
     def compare(self) -> None:
-        """Run every part alone; what differs is told from rounding and from chance, and explained."""
         suspects: list[Suspect] = []
         for part in self.parts:
             try:
@@ -260,14 +259,12 @@ class AloneComparison:
 
     def _moves(self, outputs: Outputs, suspect: Suspect) -> bool:
         part, gap, alone = suspect
-        if gap.output not in outputs:
-            return False
         name = gap.output
-        sides = [self.batch.where(o[name], alone[name], part, "encoder" in name) for o in (self.base, outputs)]
-        before, after = (None if isinstance(side, str) else side[0] for side in sides)
-        if before is None or after is None:
+        if name not in outputs:
             return False
-        return self._distance(name, before, after).difference > self._least(gap)
+        places = [self.batch.where(o[name], alone[name], part, "encoder" in name) for o in (self.base, outputs)]
+        sides = [place[0] for place in places if not isinstance(place, str)]
+        return len(sides) == 2 and self._distance(name, sides[0], sides[1]).difference > self._least(gap)
 
     def _equal(self, outputs: Outputs, suspect: Suspect) -> bool:
         return self._apart(outputs, suspect, self.batch) <= self._least(suspect.gap)
@@ -285,9 +282,8 @@ class AloneComparison:
 
     @cached_property
     def _uncached(self) -> dict[str, Any]:
-        """The call without a cache; nothing where it makes none."""
-        usual = getattr(Subject(self.model).text_config, "use_cache", True)
-        makes = Subject(self.model).takes_use_cache and self.batch.kwargs.get("use_cache", usual) is not False
+        usual = getattr(self.subject.text_config, "use_cache", True)
+        makes = self.subject.takes_use_cache and self.batch.kwargs.get("use_cache", usual) is not False
         return {**self.batch.kwargs, "use_cache": False} if makes else {}
 
     @cached_property
@@ -297,16 +293,14 @@ class AloneComparison:
     @cached_property
     def _restarted(self) -> Outputs:
         """The batch with position ids that begin at 0 in every part; nothing where the model takes none."""
-        batch = self.batch
-        if not batch.axes:
+        if not self.batch.axes:
             return {}
-        axis = batch.axes[-1]
+        axis = self.batch.axes[-1]
         positions = torch.zeros(axis.real.shape, dtype=torch.int64)
-        for part in [*batch.parts(None), *self.parts]:
+        for part in [*self.batch.parts(None), *self.parts]:
             positions[part.row, part.columns[-1]] = torch.arange(len(part.columns[-1]))
-        device = batch.kwargs[axis.name].device
-        kwargs = self._uncached or batch.kwargs
-        return self.tried({**kwargs, f"{axis.prefix}position_ids": positions.to(device)})
+        positions = positions.to(self.batch.kwargs[axis.name].device)
+        return self.tried({**(self._uncached or self.batch.kwargs), f"{axis.prefix}position_ids": positions})
 
     def _positions_in_words(self, part: Cut) -> str:
         axis, run = self.batch.axes[-1], part.columns[-1]
@@ -327,10 +321,9 @@ class AloneComparison:
 
     def _changes(self, part: Cut) -> Iterator[tuple[str, int, Tensor]]:
         """(what is changed in words, its axis, where): the other rows, padding, the documents beside it."""
-        axes = self.batch.axes
-        for place, axis in enumerate(axes):
-            row = (torch.arange(self.batch.size) == part.row)[:, None]
-            column, main = torch.arange(axis.length)[None], place == len(axes) - 1
+        row = (torch.arange(self.batch.size) == part.row)[:, None]
+        for place, axis in enumerate(self.batch.axes):
+            column, main = torch.arange(axis.length)[None], place == len(self.batch.axes) - 1
             yield f"the padding{'' if main else f' of {axis.name}'}", place, row & ~axis.real
             if main:
                 yield "the other rows", place, ~row & axis.real

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow.audit.batch.reading import Family, beside_ends, family_of, moved, read_batch
-from attnflow.audit.inputs import read
-from attnflow.audit.packing import DOCUMENT_ARGUMENTS, as_tensor
+from attnflow.audit.inputs import read, where_chosen
+from attnflow.audit.packing import BOUNDARIES, DOCUMENT_ARGUMENTS, as_tensor
 from attnflow.masks.flex import is_row_intervals
 from attnflow.models.subject import Subject
 
@@ -62,7 +62,6 @@ class CutBatch:
     stuck: str = ""  # why nothing can be cut
 
     def parts(self, documents: int | None) -> list[Cut]:
-        """The documents of all rows, at most that many of each, the last ones."""
         if not self.axes:
             return [Cut(row, 0, (), True) for row in range(self.size)]
         parts: list[Cut] = []
@@ -105,7 +104,7 @@ class CutBatch:
 
     def row(self, row: int) -> dict[str, Any] | None:
         """A row with its padding and its documents, as a batch of one; None where boundaries hold for the batch."""
-        if any(self.kwargs.get(name) is not None for name in (*DOCUMENT_ARGUMENTS[1:], *_COUNTS)):
+        if any(self.kwargs.get(name) is not None for name in (*BOUNDARIES, *_COUNTS)):
             return None
         whole = Cut(row, 0, tuple(torch.arange(axis.length) for axis in self.axes), True)
         return {name: self.cut(name, value, whole) for name, value in self.kwargs.items()}
@@ -119,7 +118,6 @@ class CutBatch:
         return prefixes.index(prefix) if prefix in prefixes and not image else None
 
     def cut(self, name: str, value: Any, part: Cut) -> Any:
-        """The rows and columns of an entry that belong to a part; entries without a batch axis stay whole."""
         if isinstance(value, Mapping):
             items = {key: self.cut(name, item, part) for key, item in cast("Mapping[str, Any]", value).items()}
             return type(value)(**items) if hasattr(value, "to_tuple") else items
@@ -144,10 +142,7 @@ class CutBatch:
         return value[:, run] if value.ndim > 1 and value.shape[1] == n else value
 
     def where(self, value: Tensor, single: Tensor, part: Cut, encoder: bool) -> tuple[Tensor, Tensor, Place] | str:
-        """(an output of a part in the batch, alone, both of one shape; their axis of positions), or why there is none.
-
-        Axes are told by their lengths: `batch` against 1, `n` against those of the part's columns.
-        """
+        """(an output of a part in the batch, alone; their axis of positions, told by lengths), or why there is none."""
         other = f"has shape {list(value.shape)} in the batch and {list(single.shape)} alone"
         if value.ndim != single.ndim:
             return other
@@ -181,17 +176,16 @@ class CutBatch:
         return value, single, place
 
 
-def rows_of(model: nn.Module, kwargs: Mapping[str, Any]) -> CutBatch:
-    """Read a call: its axes of positions, its rows, and what cannot be cut."""
-    inputs = read(Subject(model), kwargs)
-    kwargs = {name: value for name, value in inputs.kwargs.items() if value is not None}
-    kwargs = {name: value for name, value in kwargs.items() if not _is_cache(name, value) or _length(value)}
+def rows_of(subject: Subject, kwargs: Mapping[str, Any]) -> CutBatch:
+    inputs, model = read(subject, kwargs), subject.model
+    given = {name: value for name, value in inputs.kwargs.items() if value is not None}
+    kwargs = {name: v for name, v in given.items() if not hasattr(v, "get_seq_length") or v.get_seq_length()}
     family, plain = family_of(model), getattr(model, "config", None) is None
     axes, unread = list[Axis](), list[tuple[str, str]]()
     dropped = {"position_ids", "decoder_position_ids", *DOCUMENT_ARGUMENTS, *_COUNTS}
     for slot in inputs.slots:
         name = cast(str, slot.name)
-        prefix = "decoder_" if name.startswith("decoder_") else ""
+        prefix = slot.prefix
         mask, away = kwargs.get(f"{prefix}attention_mask"), f"{prefix}attention_mask"
         for other, inverse in _PADDING_MASKS.items() if plain and mask is None else ():
             value, tokens = kwargs.get(other), inputs.values(slot)
@@ -258,13 +252,13 @@ def _unread(
     unread: list[tuple[str, str]] = []
     packed = bool(axes) and bool((axes[-1].documents * axes[-1].real).any())
     for name, value in kwargs.items():
-        image = any(word in name for word in _IMAGES) and not any(axis.name == name for axis in axes)
+        main = any(axis.name == name for axis in axes)
+        image = any(word in name for word in _IMAGES) and not main
         if _is_cache(name, value):
             return unread, f"{name} holds states of earlier positions"
         if packed and len(axes) > 1:
             return unread, f"{axes[0].name} stands beside packed documents: which of them it belongs to is not known"
-        known = image or name in dropped or any(axis.name == name for axis in axes)
-        if BOUNDARY_NAME.search(name) and not known:
+        if BOUNDARY_NAME.search(name) and not (image or main or name in dropped):
             unread.append((name, "may say where documents begin or tokens stand, and is not read: it is cut along"))
         if image and packed:
             return unread, f"{name} belongs to one of several documents, and which is not known"
@@ -283,10 +277,6 @@ def _is_cache(name: str, value: object) -> bool:
     return hasattr(value, "get_seq_length") or name in ("past_key_values", "cache_params", "state")
 
 
-def _length(value: Any) -> int:
-    return int(value.get_seq_length()) if hasattr(value, "get_seq_length") else 1
-
-
 def stirred(rows: CutBatch, place: int, where: Tensor, seed: int) -> dict[str, Any]:
     """The call with other tokens, or other vectors, at the positions `where` [batch, n] of an axis."""
     name = rows.axes[place].name
@@ -297,8 +287,7 @@ def stirred(rows: CutBatch, place: int, where: Tensor, seed: int) -> dict[str, A
         other = values + noise * values.detach().std(correction=0).clamp(min=1e-3)
     else:
         other = rows.pool[torch.randint(len(rows.pool), values.shape, generator=generator)].to(values)
-    chosen = where.to(values.device).reshape(*where.shape, *(1,) * (values.ndim - 2))
-    return {**rows.kwargs, name: torch.where(chosen, other, values)}
+    return {**rows.kwargs, name: where_chosen(where, other, values)}
 
 
 def attached_masks(model: nn.Module) -> list[Any]:

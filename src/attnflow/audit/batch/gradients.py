@@ -42,7 +42,6 @@ class Targets:
 
     @property
     def trained(self) -> Tensor:
-        """Which positions are trained, bool [batch, positions]."""
         return self.token != NOTHING
 
     def changed(self, change: Callable[[Tensor, int | float], Tensor]) -> Targets:
@@ -51,7 +50,6 @@ class Targets:
         return replace(self, **cast(Any, columns))
 
     def joined(self, other: Targets) -> Targets:
-        """What `other` trains where this one trains nothing."""
         here = self.trained | (self.certain != NOTHING)
         columns = {name: getattr(self, name).where(here, getattr(other, name)) for name in _UNTRAINED}
         return replace(self, **cast(Any, columns), precision=max(self.precision, other.precision))
@@ -91,7 +89,6 @@ def _rowwise(
     fit: Callable[[Tensor, Tensor], dict[str, Tensor]],
     head: Tensor | None = None,
 ) -> Targets:
-    """Fit the rows whose gradient is not zero, a few at a time."""
     shape, width = logits.shape[:-1], logits.shape[-1]
     z, g = logits.detach().reshape(-1, width), gradient.detach().reshape(-1, width)
     trained, most = (g != 0).any(-1), max(1, _NUMBERS // (width if head is None else len(head)))

@@ -257,7 +257,6 @@ def _open(labels: LabelUse, reading: BatchReading) -> None:
 
 
 def _merged(reading: BatchReading, family: Family) -> LabelUse:
-    """Check labels of `af.tasks.Collator`; place, position id and token tell which data token each means."""
     labels = LabelUse(words="labels of af.tasks.Collator, where they are predicted", shift=0)
     ids, positions, targets = reading.ids, reading.positions, cast(Tensor, reading.targets)
     labels.count = int((targets != IGNORED).sum())

@@ -45,11 +45,7 @@ class Trained:
 
 
 def in_columns(targets: Targets, reading: BatchReading) -> Targets | None:
-    """Match the rows of logits with the batch's columns; None if their number does not allow it.
-
-    Virtual tokens and images stand before the batch's tokens. A model that was called with a part of the ids has logits
-    for that part. Fewer logits, whose places `targets` does not know, may be those of any columns.
-    """
+    """Match the last rows of logits with the columns of the ids that were passed; None if their number does not fit."""
     batch, n = reading.shape
     ids, token = None if reading.ids is None else reading.ids[..., 0], targets.token
     called = [given.cpu() for given in targets.inputs if given.ndim == 2 and 0 < given.shape[1] <= n]
@@ -72,7 +68,6 @@ def in_columns(targets: Targets, reading: BatchReading) -> Targets | None:
 
 
 def with_shift(loss: Targets, reading: BatchReading) -> Targets:
-    """The loss with the shift by which most of its tokens are labels; the first of equals."""
     if reading.labels is None:
         return replace(loss, shift=None)
     here = loss.token >= 0
@@ -82,7 +77,6 @@ def with_shift(loss: Targets, reading: BatchReading) -> Targets:
 
 
 def really_trained(reading: BatchReading, loss: Targets) -> BatchReading:
-    """The batch with labels only where the loss trains them, for the checks of labels."""
     if reading.labels is None or loss.shift is None:
         return reading
     hidden = loss.certain == moved(reading.labels, loss.shift, IGNORED)
@@ -155,10 +149,7 @@ def _ahead(shift: int) -> str:
 
 
 def _entries(batch: Mapping[str, Any], loss: Targets) -> dict[str, tuple[Tensor, Tensor]]:
-    """Entries with a number for each token, which may be weights or a mask, float64 [batch, n].
-
-    Each stands at the position that predicts its label, and in its own place.
-    """
+    """Entries with a number for each token, float64 [batch, n]: where it is predicted, and in its own place."""
     tensors = {name: numbers_of(value) for name, value in batch.items() if not name.endswith(("ids", "labels"))}
     size, fitting = loss.token.numel(), dict[str, tuple[Tensor, Tensor]]()
     for name, tensor in tensors.items():
@@ -169,7 +160,6 @@ def _entries(batch: Mapping[str, Any], loss: Targets) -> dict[str, tuple[Tensor,
 
 
 def _weights(findings: Findings, reading: BatchReading, loss: Targets, batch: Mapping[str, Any], equal: bool) -> None:
-    """Whether all trained tokens count alike; if not, whether documents, rows or an entry of the batch say why."""
     there, precision = loss.token >= 0, loss.precision
     if not there.any():
         return
@@ -213,7 +203,6 @@ def _alike(values: Tensor, precision: float) -> bool:
 
 
 def between_batches(losses: list[Targets]) -> str | None:
-    """What is wrong where micro-batches are added up; None if their tokens count alike."""
     means = [float(loss.weight[loss.token >= 0].mean()) for loss in losses if (loss.token >= 0).any()]
     precision = max(loss.precision for loss in losses)
     if _alike(torch.tensor(means), precision):

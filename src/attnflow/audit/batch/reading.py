@@ -69,12 +69,10 @@ class Family:
 
 
 def model_of(given: Any) -> Any:
-    """The model of what `af.load_model` returned; anything else as it is."""
     return given.model if isinstance(given, Loaded) else given
 
 
 def family_of(model_or_config: Any) -> Family:
-    """How a model, a loaded model or a configuration takes labels; None says nothing."""
     model = model_of(model_or_config)
     if model is None:
         return Family()
@@ -337,10 +335,9 @@ def moved(values: Tensor, offset: int, fill: int | bool) -> Tensor:
 
 
 def beside_ends(begins: Tensor, ends: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """(documents that begin one token before, one token behind the place that follows an end token), bool [B, n].
+    """(documents that begin one token early, one token late, by the end tokens before them), bool [batch, n].
 
-    Rows that begin with an end token have these in front of documents. In rows that end with another token one may
-    stand behind each end, as a newline does in ChatML. Neither says where documents begin.
+    Rows that begin with an end token have these in front of documents, and in ChatML a newline follows each.
     """
     count = real.cumsum(-1)
     first, last = real & (count == 1), real & (count == count[:, -1:])

@@ -70,15 +70,7 @@ def as_batch(
     places: Sequence[str] | None = None,
     rename: Mapping[str, str] | None = None,
 ) -> RowBatch:
-    """Make a batch of the first `limit` rows, the only ones that are read; messages call them `places`.
-
-    Padded rows are as from `DataCollatorForSeq2Seq` and TRL, packed ones as from `DataCollatorWithFlattening` and TRL's
-    padding-free collator. Rows without labels learn the tokens of their masks, or all, as in TRL's `SFTTrainer`.
-
-    Raises:
-        TypeError: the rows have no length, or cannot be read by number.
-        ValueError: there is no row, or a row cannot be read; the message names it.
-    """
+    """Make a batch of the first `limit` rows, as collators of transformers and TRL do; messages call them `places`."""
     if isinstance(rows, str) or not isinstance(rows, DataRows):
         raise TypeError(
             "expected a batch as a mapping, a list of rows or a dataset with len() and [i], got "
@@ -198,7 +190,6 @@ class _Row:
 
 
 def _numbers(value: Any) -> Tensor | None:
-    """A list of numbers as a tensor [m]; None for anything else."""
     tensor = numbers_of(value)
     return tensor if tensor is not None and tensor.ndim == 1 and not tensor.is_complex() else None
 
@@ -238,10 +229,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _tokenized(row: Mapping[str, Any], tokenizer: Any, remarks: list[str]) -> tuple[dict[str, Any], str, str]:
-    """(the columns, with input_ids and completion_mask; what they come from; what is learned), as TRL makes them.
-
-    The chat template is the tokenizer's, which transformers renders in a sandbox; a row brings none.
-    """
+    """(the columns, with input_ids and completion_mask; what they come from; what is learned), as TRL makes them."""
     prompt, completion = row.get("prompt"), row.get("completion")
     paired = prompt is not None and completion is not None
     form = "messages" if "messages" in row else "prompt" if paired else "text"

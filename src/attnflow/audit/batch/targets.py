@@ -65,11 +65,7 @@ class Pass:
 def read_targets(
     step: Callable[[Any], object], batch: Mapping[str, Any], least: int, model: nn.Module | None = None
 ) -> Targets:
-    """Run the loss once, and read off what it trains; tokens of the batch are below `least`.
-
-    The `model` tells the output layer of a loss that forms no logits. Raises `LossUnread` where the loss is not one
-    number with gradients, or not made of logits or hidden states.
-    """
+    """Run the loss once, and read off what it trains, also by the output layer of `model`; ids are below `least`."""
     with _recorded(least, model) as shown:
         loss = _loss_of(step(dict(batch)))
         returned = [*shown.logits, *shown.states]
@@ -99,9 +95,8 @@ def _differentiate(loss: Tensor, parts: Sequence[Returned]) -> None:
     tensors = [part.tensor for part in parts]
     scale = 1024.0 if any(t.dtype == torch.float16 for t in tensors) else 1.0  # small gradients would be lost
     whole = torch.full_like(loss, scale)
-    gradients: Any = ()
-    if tensors:
-        gradients = torch.autograd.grad(loss, tensors, whole, retain_graph=True, allow_unused=True)
+    options: Any = {"retain_graph": True, "allow_unused": True}
+    gradients: Any = torch.autograd.grad(loss, tensors, whole, **options) if tensors else ()
     for part, gradient in zip(parts, gradients, strict=True):
         part.gradient = None if gradient is None else gradient / scale
 
@@ -200,7 +195,6 @@ def _head(model: nn.Module) -> Tensor | None:
 
 
 def _targets(shown: Pass) -> Targets:
-    """What the last tensor of logits says that the loss is made of; else the last hidden states."""
     best: Targets | None = None
     parts = [*shown.logits, *shown.states]
     if not all(part.gradient is None or part.gradient.isfinite().all() for part in parts):
@@ -228,7 +222,6 @@ def _matters(part: Returned) -> bool:
 
 
 def _joined(part: Returned, shown: Pass) -> Targets:
-    """What logits say, in the rows of the hidden states that they were made of, with those of other calls beside."""
     targets, placed = _scattered(part, shown.wide)
     size = part.tensor.shape[-1]
     others = [o for o in shown.logits if o.call != part.call and o.tensor.shape[-1] == size and _matters(o)]
@@ -272,10 +265,8 @@ def _places(part: Returned, wide: Sequence[Tensor]) -> tuple[Tensor, Tensor] | N
             ways = [_in_order(sought.tolist(), known.tolist(), last=last) for last in (False, True)]
             first, last = map(torch.tensor, ways)
             trained = (cast(Tensor, part.gradient) != 0).any(-1).flatten().cpu()
-            told = (
-                first.amin() >= 0 and len(first.unique()) == len(first) and torch.equal(first[trained], last[trained])
-            )
-            return (states, first) if told else None
+            apart = first.amin() >= 0 and len(first.unique()) == len(first)
+            return (states, first) if apart and torch.equal(first[trained], last[trained]) else None
     return None
 
 
@@ -294,18 +285,18 @@ def _share(targets: Targets) -> float:
     return float((targets.token[trained] >= 0).double().mean()) if trained.any() else 0.0
 
 
-def call_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+def call_of(subject: Subject, batch: Mapping[str, Any]) -> dict[str, Any]:
     """What a model takes of a batch: what its forward names, and other entries that reach its layers or its loss."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(subject.model.forward).parameters
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     call = {n: v for n, v in batch.items() if n in parameters or (anything and n not in ANSWERS)}
-    if hasattr(model, "config") and Subject(model).takes_use_cache:
+    if subject.config is not None and subject.takes_use_cache:
         call.setdefault("use_cache", False)  # as in training: a cache switches off packing by positions
     return call
 
 
-def run_model(model: nn.Module, batch: Mapping[str, Any]) -> object:
-    return model(**call_of(model, batch))
+def run_model(subject: Subject, batch: Mapping[str, Any]) -> object:
+    return subject.model(**call_of(subject, batch))
 
 
 def least_width(batch: Mapping[str, Any]) -> int:

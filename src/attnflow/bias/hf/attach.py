@@ -138,19 +138,18 @@ def attach(
     ...     handle.num_parameters
     289
     """
-    model = Subject.of(model).model
-    return attach_to(model, None, (config,) if isinstance(config, BiasConfig) else tuple(config), train, backend)
+    configs = (config,) if isinstance(config, BiasConfig) else tuple(config)
+    return attach_to(Subject.of(model), None, configs, train, backend)
 
 
 def attach_to(
-    model: nn.Module,
+    subject: Subject,
     layers: Sequence[BiasedLayer] | None,
     configs: Sequence[BiasConfig],
     train: Train,
     backend: str,
     loaded: bool = False,
 ) -> BiasHandle:
-    """Attach with the layers of the model already found; None finds them."""
     wrong = [one for one in configs if not isinstance(cast(object, one), BiasConfig)]
     if wrong or not configs:
         got = ", ".join(type(one).__name__ for one in wrong) or "none"
@@ -159,10 +158,11 @@ def attach_to(
         raise ValueError(f"train must be 'guidance' or 'all', got {train!r}")
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend must be one of 'auto', {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    model = subject.model
     if next(layer_biases(model), None) is not None:
-        raise ValueError(f"{type(model).__name__} has a bias attached already: remove it with its handle first")
+        raise ValueError(f"{subject.kind} has a bias attached already: remove it with its handle first")
     check_unwrapped(model, "bias")
-    layers = layers_of(model) if layers is None else layers
+    layers = layers_of(subject) if layers is None else layers
     children = _build(layers, configs, backend)
     around = models_around([layer.site for layer, _ in children])
     modules = [layer.site.module for layer, _ in children]
@@ -209,7 +209,6 @@ def placed(layers: Sequence[BiasedLayer], configs: Sequence[BiasConfig]) -> dict
 def _build(
     layers: Sequence[BiasedLayer], configs: Sequence[BiasConfig], backend: str
 ) -> list[tuple[BiasedLayer, LayerBias]]:
-    """Everything that attaching adds, without touching the model."""
     by_layer = placed(layers, configs)
     if not by_layer:
         raise UnsupportedArchitecture(
@@ -254,5 +253,4 @@ def _build(
 
 
 def _shares_keys(layer: BiasedLayer) -> bool:
-    """Whether it attends to the keys of an earlier layer, which its bias could not read."""
     return bool(getattr(layer.site.module, "is_kv_shared_layer", False))

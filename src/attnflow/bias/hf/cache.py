@@ -1,8 +1,4 @@
-"""Keeps a bias's features of each key ("columns") in the model's own key-value cache.
-
-The columns of a layer live in an additional cache layer after those of the model. It has the same class where that
-matters (static, sliding), so cropping, beam reordering, batch selection, resetting and windowing treat it like keys.
-"""
+"""Keeps a bias's features of each key ("columns") in layers of like class behind those of the model's own cache."""
 
 from __future__ import annotations
 
@@ -27,11 +23,7 @@ _ATTRIBUTE: Final = "_attnflow_columns"  # on the cache: layer of the model -> i
 
 
 def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_keys: int) -> Tensor:
-    """Return the columns of all keys that the layer attends to: the cached ones, then those of new tokens.
-
-    Call it after the cache has taken the keys of this layer. `columns` is [batch, tokens, width], and the result is
-    [batch, num_keys, width]. `layer` is an index into the cache; `depth` is the number of layers of the model.
-    """
+    """The columns of all keys, [batch, num_keys, width], cached ones first; call it after the cache took the new."""
     if cache is None:
         if columns.shape[1] != num_keys:
             raise ValueError(

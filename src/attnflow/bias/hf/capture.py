@@ -87,7 +87,7 @@ def capture(
         raise ValueError(f"capture takes one sequence, got a batch of {len(tensors['input_ids'])}: pass one row of it")
     with evaluating(model), torch.no_grad():
         if generate is not None:
-            tensors, prompt, last = _generated(model, tensors, generate, name)
+            tensors, prompt, last = _generated(subject, tensors, generate, name)
         if name not in tensors:
             raise ValueError(f"the bias is in the decoder: pass the inputs as a mapping with {name}, or generate=...")
         ids: list[int] = tensors[name][0].tolist()
@@ -117,10 +117,7 @@ def observe(
     layer: int = 0,
     name: str = "",
 ) -> LayerMap:
-    """B and the weights for some queries (ascending) of a call on one sequence, on the CPU in float32.
-
-    The first `terms` terms are the bias; the rest belongs to the scores without it. Memory: O(queries x keys).
-    """
+    """B (of the first `terms` terms) and the weights of some ascending queries of one sequence, in float32."""
     blocks = [_block(call, terms, block, heads) for block in _blocks(call, queries)]
     return LayerMap(layer, name, *(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)))
 
@@ -181,7 +178,6 @@ def _look(
     heads: Sequence[int] | None,
     without: bool = False,
 ) -> dict[int, LayerMap]:
-    """Record each layer while the model runs, with its biases or without any."""
     seen: dict[int, LayerMap] = {}
     before = [(bias, bias.enabled) for _, bias in layer_biases(model)]
 
@@ -214,11 +210,9 @@ def _chosen(model: nn.Module, layers: Sequence[int] | None) -> list[tuple[str, L
 
 
 def _heads(biases: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] | None:
-    if heads is None:
-        return None
     num_heads = min(bias.shape.num_heads for _, bias in biases)
-    if heads == "all":
-        return list(range(num_heads))
+    if heads is None or heads == "all":
+        return None if heads is None else list(range(num_heads))
     if isinstance(heads, str):
         raise ValueError(f"heads must be None, 'all' or numbers of heads, got {heads!r}")
     if not len(numbers := checks.index_array("heads", heads, num_heads).tolist()):
@@ -227,15 +221,15 @@ def _heads(biases: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] 
 
 
 def _generated(
-    model: nn.Module, inputs: dict[str, Tensor], generate: int | Mapping[str, Any], name: str
+    subject: Subject, inputs: dict[str, Tensor], generate: int | Mapping[str, Any], name: str
 ) -> tuple[dict[str, Tensor], int, Tensor]:
     """(inputs with all tokens but the last, which is never a query; length of the prompt; last tokens)."""
     if isinstance(generate, Mapping):
         options = dict(generate)
     else:
         options = {"max_new_tokens": checks.integer("generate", generate, 1), "do_sample": False}
-    if not callable(run := getattr(model, "generate", None)):
-        raise ValueError(f"{type(model).__name__} cannot generate: leave generate= out")
+    if not callable(run := getattr(subject.model, "generate", None)):
+        raise ValueError(f"{subject.kind} cannot generate: leave generate= out")
     result = run(**inputs, **options)
     ids = result if isinstance(result, Tensor) else cast(Tensor, cast(Any, result).sequences)
     if len(ids) != len(inputs["input_ids"]):
@@ -249,7 +243,7 @@ def _generated(
         if "attention_mask" in longer:
             new = longer["attention_mask"].new_ones(len(ids), ids.shape[1] - 1 - prompt)
             longer["attention_mask"] = mask = torch.cat([longer["attention_mask"], new], dim=1)
-            if not mask.all() and Subject(model).accepts("position_ids"):  # as `generate` counts them in a padded batch
+            if not mask.all() and subject.accepts("position_ids"):  # as `generate` counts them in a padded batch
                 longer["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     return longer, prompt, ids[:, -1]
 

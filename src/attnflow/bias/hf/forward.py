@@ -28,10 +28,7 @@ _causal: Final[WeakValueDictionary[tuple[int, int, str], Allow]] = WeakValueDict
 
 
 def biased(call: AttentionCall, proceed: Proceed) -> Output:
-    """The interceptor of a module with a bias; without one, or while it is disabled, the call is unchanged.
-
-    While the bias is exactly zero, the output is the base model's bit for bit, but gradients still reach the bias.
-    """
+    """The interceptor of a module with a bias; a bias of zero gives the base model's output, and its own gradients."""
     bias = getattr(call.module, CHILD, None)
     if not isinstance(bias, LayerBias) or not (bias.enabled or bias.observer is not None):
         return proceed(call)
@@ -85,10 +82,7 @@ class _SameAs(torch.autograd.Function):
 
 
 def _terms(call: AttentionCall, bias: LayerBias, hooks: Hooks) -> tuple[Term, ...]:
-    """The terms of this call; what the cache must keep of the new tokens is added to it.
-
-    Models that keep position ids to themselves get positions by the count of tokens after the leading pads.
-    """
+    """The terms of this call; without position ids, positions count the tokens after the leading pads."""
     query, key, shown, layer = call.query, call.key, hooks.shown, hooks.shown.layer
     new, num_keys, device = query.shape[2], key.shape[2], query.device
     where = new_slots(shown.cache, layer, new, num_keys, device)
@@ -126,18 +120,10 @@ def _call(call: AttentionCall, terms: tuple[Term, ...]) -> BiasedCall:
         )
     allow, additive = _relation_of(call)
     added = kwargs.get(_ADDED)
-    own = [additive, None if added is None else Dense(added)]
-    return make_call(
-        _autocast(call.query),
-        _autocast(call.key),
-        _autocast(call.value),
-        (*terms, *(term for term in own if term is not None)),
-        allow,
-        kwargs.get("scaling"),
-        kwargs.get("softcap"),
-        sinks,
-        float(kwargs.get("dropout") or 0.0),
-    )
+    own = [term for term in (additive, None if added is None else Dense(added)) if term is not None]
+    query, key, value = map(_autocast, (call.query, call.key, call.value))
+    scale, softcap, dropout = kwargs.get("scaling"), kwargs.get("softcap"), float(kwargs.get("dropout") or 0.0)
+    return make_call(query, key, value, (*terms, *own), allow, scale, softcap, sinks, dropout)
 
 
 def _autocast(tensor: Tensor) -> Tensor:

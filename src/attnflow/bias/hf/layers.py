@@ -37,9 +37,9 @@ class BiasedLayer:
     missing: str  # why it cannot
 
 
-def layers_of(model: nn.Module) -> list[BiasedLayer]:
-    stack = Subject(model).stack
-    seen = projections(model, stack.sites)
+def layers_of(subject: Subject) -> list[BiasedLayer]:
+    stack = subject.stack
+    seen = projections(subject.model, stack.sites)
     layers: list[BiasedLayer] = []
     for index, site in enumerate(stack.sites):
         config, found = site.owner.config, seen[site.name]
@@ -82,11 +82,7 @@ class Shown:
 
 @dataclass(eq=False)
 class Hooks:
-    """Hooks on one attention module and its projections, which keep what a forward pass shows until attention uses it.
-
-    Each thread keeps its own. Nothing of the model is replaced. Adapters replace projections after we have hooked
-    them, so that each pass checks them by identity.
-    """
+    """What a pass shows of a module, by thread, kept for its attention; adapters may replace projections meanwhile."""
 
     depth: int  # layers of the model, which is how many a cache has
     sources: Mapping[str, Columns]  # what queries and keys are made of, by side; nothing if the bias does not read them
@@ -120,10 +116,7 @@ class Hooks:
         return self._traced if traced else self._of_thread()
 
     def vectors(self, side: str, batch: int, where: Tensor) -> Tensor | None:
-        """Queries or keys of the new tokens before rotation, [batch, tokens, width]; None if they are not read.
-
-        Latent attention makes keys of all cached tokens anew: `where`, int64[tokens], says which of them are new.
-        """
+        """Queries or keys before rotation; `where` are the new ones, as latent attention makes all keys anew."""
         source = self.sources.get(side)
         if source is None:
             return None
@@ -196,7 +189,6 @@ class Hooks:
             shown.outputs[path] = output
 
     def _hook(self, module: nn.Module) -> None:
-        """Hook the submodules to be read, unless they are the ones hooked already."""
         paths = dict.fromkeys(path for source in self.sources.values() for path in source.paths)
         current = [module.get_submodule(path) for path in paths]
         if len(current) == len(self._hooked) and all(a is b for a, b in zip(current, self._hooked, strict=True)):

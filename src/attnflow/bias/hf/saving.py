@@ -68,17 +68,17 @@ def load(
         ValueError: a file is damaged, has another version, or holds NaN or infinity, or a kind is not imported. The
             model stays unchanged.
     """
-    model = Subject.of(model).model
-    if Subject(model).without_numbers:
+    subject = Subject.of(model)
+    if subject.without_numbers:
         raise ValueError("the model is on the meta device, where weights cannot be loaded: load its weights first")
     saved = read(folder)
-    layers = layers_of(model)
+    layers = layers_of(subject)
     saved.check_base(_identity(layers), strict)
     configs = _configs(saved, custom)
     _check_sizes(saved, layers, configs)
-    attached = attach_to(model, layers, configs, train, backend, loaded=train == "all")
+    attached = attach_to(subject, layers, configs, train, backend, loaded=train == "all")
     try:
-        saved.fill(_tensors(model))
+        saved.fill(_tensors(subject.model))
     except ValueError:
         attached.remove()
         raise
@@ -119,7 +119,6 @@ def _check_sizes(saved: Addon, layers: Sequence[BiasedLayer], configs: Sequence[
 
 
 def read(folder: str | os.PathLike[str]) -> Addon:
-    """The saved bias of a folder, read without its model."""
     saved = read_addon(folder, "bias")
     described = saved.config.get("bias")
     if not isinstance(described, list) or not all(
@@ -131,7 +130,6 @@ def read(folder: str | os.PathLike[str]) -> Addon:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the bias by layer number and name; none is copied."""
     return {
         f"layers.{bias.shape.index}.{name}": tensor
         for _, bias in layer_biases(model)

@@ -11,10 +11,7 @@ if TYPE_CHECKING:
 
 
 class MonitorCallback(TrainerCallback):
-    """Starts a monitor, counts its steps and records the end; the records stand in the Trainer's log.
-
-    Every checkpoint holds `state.log_history`, so that a resumed training goes on with the records before it.
-    """
+    """Starts a monitor, counts its steps and records the end, in `state.log_history`, which checkpoints hold."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor

@@ -21,7 +21,6 @@ from attnflow.knowledge.editing.edit_targets import (
     Targets,
     answers_of,
     leads_of,
-    longest,
     next_logits,
     places_of,
     read_moments,
@@ -88,41 +87,38 @@ def edit(
     prompts: ten seconds for 135M parameters on one core. Memory: entries^2 float64 per layer, and a copy of changed
     values.
     """
-    subject = Subject.of(model)
+    subject = Subject.of(model, tokenizer)
     subject.require_weights("edit")
-    module, own = subject.model, subject.tokenizer
-    tokenizer = tokenizer or own
-    if tokenizer is None:
+    if subject.tokenizer is None:
         raise ValueError("edit needs the model's tokenizer: pass what af.load_model returned, or tokenizer=...")
     wanted = read_facts(facts)
-    chosen = edited_layers(module, layers)
+    chosen = edited_layers(subject.model, layers)
     integer("tokens", tokens, 1)
-    with evaluating(module):
-        said = text if isinstance(text, str) else sample_text()
-        moments = text if isinstance(text, Moments) else read_moments(
-            module, chosen, tokenizer, said, tokens, progress=progress
-        )  # fmt: skip
+    with evaluating(subject.model):
+        other = text if isinstance(text, str) else sample_text()
+        moments = text if isinstance(text, Moments) else read_moments(subject, chosen, other, tokens, progress)
         if set(moments.layers) < set(chosen):
             raise ValueError(
                 f"expected moments of layers {sorted(chosen)}, which are edited, got moments of "
                 f"{sorted(moments.layers)}"
             )
-        leads = leads_of(said, _LEADS)
-        places = [places_of(fact, tokenizer, leads, longest(module)) for fact in wanted]
-        other_ids = [token_ids(tokenizer, one) for one in untouched]
-        before, quiet = _said(module, tokenizer, wanted), _next(module, other_ids)
+        leads = leads_of(other, _LEADS)
+        places = [places_of(subject, fact, leads) for fact in wanted]
+        quiet_ids = [token_ids(subject.tokenizer, quiet) for quiet in untouched]
+        before, quiet_before = [_answered(subject, fact) for fact in wanted], _next(subject, quiet_ids)
         method = Method()
-        aims = targets(module, tokenizer, chosen, wanted, places, leads, method, progress)
-        changes = value_changes(module, chosen, aims, other_ids, moments, method.ridge)
-        handle = Edited(module, changes, moments)
+        aims = targets(subject, chosen, wanted, places, leads, method, progress)
+        changes = value_changes(subject, chosen, aims, quiet_ids, moments, method.ridge)
+        handle = Edited(subject.model, changes, moments)
         try:
-            shift = float((_next(module, other_ids) - quiet).abs().max()) if other_ids else 0.0
+            shift = float((_next(subject, quiet_ids) - quiet_before).abs().max()) if quiet_ids else 0.0
+            after = [_answered(subject, fact) for fact in wanted]
             facts_changed = tuple(
                 FactChange(fact.prompt, fact.answer, old[0], new[0], old[1], *new[1:])
-                for fact, old, new in zip(wanted, before, _said(module, tokenizer, wanted), strict=True)
+                for fact, old, new in zip(wanted, before, after, strict=True)
             )
             sizes = handle.relative_change
-            handle.report = EditReport(facts_changed, tuple(chosen), handle.count, sizes, len(other_ids), shift)
+            handle.report = EditReport(facts_changed, tuple(chosen), handle.count, sizes, len(quiet_ids), shift)
         except BaseException:
             handle.remove()
             raise
@@ -184,26 +180,25 @@ class Edited(Handle):
 
 
 def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict[int, EntryValues]:
-    """Return the layers whose entries an edit changes; layers that cannot be edited raise `ValueError`."""
     every = readers(model)
-    own = {one.layer: one for one in every if isinstance(one, EntryValues)}
+    plain = {reader.layer: reader for reader in every if isinstance(reader, EntryValues)}
     base = getattr(model, "knowledge", None)
-    if not own or not isinstance(base, LayeredKnowledge):
+    if not plain or not isinstance(base, LayeredKnowledge):
         raise ValueError(f"edit needs a converted model, got {type(model).__name__}: call af.knowledge.from_ffn(model)")
     if layers is None:
         first = len(every) // 4
-        layers = [layer for layer in range(first, min(first + 5, len(every)), 2) if layer in own]
-    wanted = sorted({integer("layers", layer, 0, max(one.layer for one in every)) for layer in layers})
-    missing = [layer for layer in wanted if layer not in own]
-    if missing or not wanted:
-        raise ValueError(f"layers must be among {sorted(own)}, those without experts, got {list(layers)}")
+        layers = [layer for layer in range(first, min(first + 5, len(every)), 2) if layer in plain]
+    last = max(reader.layer for reader in every)
+    wanted = sorted({integer("layers", layer, 0, last) for layer in layers})
+    if not wanted or not set(wanted) <= set(plain):
+        raise ValueError(f"layers must be among {sorted(plain)}, those without experts, got {list(layers)}")
     if not bool(torch.isfinite(base.entries).all()):
         raise ValueError("the model's entries hold NaN or infinity: edit needs finite weights")
-    return {layer: own[layer] for layer in wanted}
+    return {layer: plain[layer] for layer in wanted}
 
 
 def value_changes(
-    model: nn.Module,
+    subject: Subject,
     layers: Layers,
     wanted: Targets,
     untouched: Sequence[Sequence[int]],
@@ -211,7 +206,7 @@ def value_changes(
     ridge: float,
 ) -> dict[int, Tensor]:
     """Compute the change of each layer's values [entries, model_dim] in float64, without changing the model."""
-    quiet = weights_everywhere(model, layers, untouched)
+    quiet = weights_everywhere(subject, layers, untouched)
     return {layer: layer_change(*wanted[layer], moments.layers[layer], quiet.get(layer), ridge) for layer in layers}
 
 
@@ -254,7 +249,7 @@ def least_change(
     tensor([[1.5000],
             [0.5000]])
     """
-    if not all(bool(torch.isfinite(one).all()) for one in (weights, wanted, moment)) or not ridge >= 0:
+    if not all(bool(torch.isfinite(matrix).all()) for matrix in (weights, wanted, moment)) or not ridge >= 0:
         raise ValueError(f"weights, wanted and moment must be finite, and ridge at least 0, got ridge={ridge}")
     factor, failed = torch.linalg.cholesky_ex(moment)
     if int(failed):
@@ -279,20 +274,14 @@ def least_change(
 
 
 @torch.no_grad()
-def _next(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
-    return torch.stack([next_logits(model, ids).softmax(dim=-1) for ids in texts]) if texts else torch.zeros(0)
-
-
-_Said = list[tuple[float, str, bool, int]]
+def _next(subject: Subject, texts: Sequence[Sequence[int]]) -> Tensor:
+    return torch.stack([next_logits(subject, ids).softmax(dim=-1) for ids in texts]) if texts else torch.zeros(0)
 
 
 @torch.no_grad()
-def _said(model: nn.Module, tokenizer: PreTrainedTokenizerBase, facts: Sequence[Fact]) -> _Said:
-    said: _Said = []
-    for fact in facts:
-        answer = token_ids(tokenizer, fact.answer, answer=True)
-        prompts = [token_ids(tokenizer, prompt) for prompt in fact.prompts]
-        out = answers_of(model, prompts, [answer] * len(prompts))
-        word = str(tokenizer.decode([int(out.rows[0].argmax())]))
-        said.append((float(out.scores[0].exp()), word, bool(out.first[0]), int(out.first[1:].sum())))
-    return said
+def _answered(subject: Subject, fact: Fact) -> tuple[float, str, bool, int]:
+    answer = token_ids(subject.tokenizer, fact.answer, answer=True)
+    prompts = [token_ids(subject.tokenizer, prompt) for prompt in fact.prompts]
+    out = answers_of(subject, prompts, [answer] * len(prompts))
+    (word,) = subject.texts([int(out.rows[0].argmax())])
+    return float(out.scores[0].exp()), word, bool(out.first[0]), int(out.first[1:].sum())

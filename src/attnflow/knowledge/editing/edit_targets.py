@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
@@ -18,9 +18,6 @@ from attnflow.knowledge.layered import EntryValues
 from attnflow.models.passes.watching import Call, Watch, calls_of
 from attnflow.models.subject import Subject
 
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
 Layers = Mapping[int, EntryValues]
 
 _WINDOW: Final = 256  # tokens of a piece of text
@@ -28,9 +25,7 @@ _LEAD: Final = 5  # words before a prompt
 _RIDGE: Final = 1e-3  # of the mean of the diagonal: what is added to a moment
 _ABOUT: Final = " is a"  # after a subject: what the model says about it otherwise should stay
 _DECAY: Final = 0.02  # weight of the squared norm of what is added, in units of what a layer adds
-_KEEP: Final = (
-    0.1  # weight of the divergence from the model's other statements about the subject (ROME's essence drift)
-)
+_KEEP: Final = 0.1  # weight of the divergence from other statements about the subject (ROME's essence drift)
 _ENOUGH: Final = 0.95  # probability of the answer, the least over all prompts, at which the descent ends
 
 
@@ -54,39 +49,36 @@ def token_ids(tokenizer: Any, text: str, *, answer: bool = False) -> list[int]:
     return cast("list[int]", tokenizer(text)["input_ids"])
 
 
-def batch(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Pad sequences of ids on the right and return keyword arguments of a forward pass."""
-    device = Subject(model).device
+def run(subject: Subject, rows: Sequence[Sequence[int]], **options: object) -> Any:
+    """Run sequences of ids, padded on the right, in one differentiable pass."""
+    device = subject.device
     lengths = torch.tensor([len(row) for row in rows], device=device)
     ids = pad_sequence([torch.tensor(list(row), device=device) for row in rows], batch_first=True)
     mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
-    return {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
+    arguments = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False, **options}
+    return cast(Any, subject.model)(**arguments)
 
 
-def answers_of(model: nn.Module, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Answers:
-    """Score answers after their prompts in one differentiable forward pass."""
+def answers_of(subject: Subject, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Answers:
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-    return answers_in(cast(Any, model)(**batch(model, rows)).logits, prompts, answers)
+    return answers_in(run(subject, rows).logits, prompts, answers)
 
 
 def answers_in(
-    logits: Float[Tensor, "pairs tokens vocabulary"],
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
+    logits: Float[Tensor, "pairs tokens vocabulary"], prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> Answers:
     scores, first, rows = list[Tensor](), list[Tensor](), list[Tensor]()
     for row, prompt, answer in zip(logits, prompts, answers, strict=True):
-        said = row[len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
+        answered = row[len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
         wanted = torch.tensor(list(answer), device=row.device)
-        scores.append(said.log_softmax(dim=-1).gather(-1, wanted[:, None]).mean())
-        first.append((said.detach().argmax(dim=-1) == wanted).all())
-        rows.append(said[0])
+        scores.append(answered.log_softmax(dim=-1).gather(-1, wanted[:, None]).mean())
+        first.append((answered.detach().argmax(dim=-1) == wanted).all())
+        rows.append(answered[0])
     return Answers(torch.stack(scores), torch.stack(first), torch.stack(rows))
 
 
-def next_logits(model: nn.Module, ids: Sequence[int]) -> Float[Tensor, " vocabulary"]:
-    """Return the logits of the token after a text, in float32."""
-    return cast(Any, model)(**batch(model, [ids])).logits[0, -1].float()
+def next_logits(subject: Subject, ids: Sequence[int]) -> Float[Tensor, " vocabulary"]:
+    return run(subject, [ids]).logits[0, -1].float()
 
 
 @dataclass(frozen=True)
@@ -104,25 +96,26 @@ class Moments:
     tokens: int  # that were read
 
 
-def places_of(fact: Fact, tokenizer: PreTrainedTokenizerBase, leads: Sequence[str], limit: int | None) -> list[Spot]:
-    """Return the places where a fact is edited: its prompts and subject, alone or after leads."""
+def places_of(subject: Subject, fact: Fact, leads: Sequence[str]) -> list[Spot]:
+    tokenizer, limit = subject.tokenizer, _longest(subject)
     answer = tuple(token_ids(tokenizer, fact.answer, answer=True))
     places: list[Spot] = []
     for prompt in fact.prompts:
         for lead in ("", *leads):
             place = _place(tokenizer, f"{lead}{prompt}", len(lead) + prompt.rfind(fact.subject), fact.subject, answer)
-            if limit is not None and len(place.ids) + len(answer) > limit:
-                said = f"{len(place.ids)} tokens and an answer of {len(answer)}, but the model reads at most {limit}"
-                if not lead:
-                    raise ValueError(f"the prompt {prompt[:40]!r} has {said}")
-                continue
-            places.append(place)
+            if limit is None or len(place.ids) + len(answer) <= limit:
+                places.append(place)
+            elif not lead:
+                raise ValueError(
+                    f"the prompt {prompt[:40]!r} has {len(place.ids)} tokens and an answer of {len(answer)}, but the "
+                    f"model reads at most {limit}"
+                )
     if fact.subject:
         places += [_place(tokenizer, f"{lead}{fact.subject}", len(lead), fact.subject, ()) for lead in leads]
     return places
 
 
-def _place(tokenizer: PreTrainedTokenizerBase, text: str, start: int, subject: str, answer: tuple[int, ...]) -> Spot:
+def _place(tokenizer: Any, text: str, start: int, subject: str, answer: tuple[int, ...]) -> Spot:
     """Find the last token of the subject that starts at a character, or without a subject the last of the text."""
     if not subject:
         ids = token_ids(tokenizer, text)
@@ -146,31 +139,22 @@ def leads_of(text: str, count: int) -> list[str]:
     return [" ".join(words[start : start + _LEAD]).rstrip(".,;:!?") + ". " for start in starts]
 
 
-def _weights_at(model: nn.Module, layers: Layers, places: Sequence[Spot]) -> dict[int, Tensor]:
-    """Compute each layer's entry weights at each place, [places, entries], in float64."""
-    positions, rows = [place.position for place in places], torch.arange(len(places))
-    calls = calls_of(layers, lambda: cast(Any, model)(**batch(model, [place.ids for place in places])))
-    return {call.name: call.first[rows, positions].double().cpu() for call in calls}
-
-
-def weights_everywhere(model: nn.Module, layers: Layers, texts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+def weights_everywhere(subject: Subject, layers: Layers, texts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
     """Compute each layer's entry weights at all tokens of some texts, [tokens, entries], in float64."""
-    seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    weights: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for ids in texts:
-        for call in calls_of(layers, lambda ids=ids: cast(Any, model)(**batch(model, [ids]))):
-            seen[call.name].append(call.first[0].double().cpu())
-    return {layer: torch.cat(parts) for layer, parts in seen.items() if parts}
+        for call in calls_of(layers, lambda ids=ids: run(subject, [ids])):
+            weights[call.name].append(call.first[0].double().cpu())
+    return {layer: torch.cat(parts) for layer, parts in weights.items() if parts}
 
 
 @torch.no_grad()
-def read_moments(
-    model: nn.Module, layers: Layers, tokenizer: Any, text: str, tokens: int, progress: Progress | None = None
-) -> Moments:
-    ids = token_ids(tokenizer, text)[:tokens]
+def read_moments(subject: Subject, layers: Layers, text: str, tokens: int, progress: Progress | None = None) -> Moments:
+    ids = token_ids(subject.tokenizer, text)[:tokens]
     if not ids:
         raise ValueError("the text is empty: pass some text that the edit should leave unchanged")
-    sums = {layer: torch.zeros(one.num_entries, one.num_entries, dtype=torch.float64) for layer, one in layers.items()}
-    window, sparing = min(_WINDOW, longest(model) or _WINDOW), Subject(model).sparing
+    sums = {layer: torch.zeros((values.num_entries,) * 2, dtype=torch.float64) for layer, values in layers.items()}
+    window = min(_WINDOW, _longest(subject) or _WINDOW)
 
     def add(call: Call) -> None:
         rows = call.first[0].float()
@@ -179,7 +163,7 @@ def read_moments(
     with Watch(layers, add):
         for start in range(0, len(ids), window):
             piece = ids[start : start + window]
-            cast(Any, model)(**{**batch(model, [piece]), **sparing})
+            run(subject, [piece], **subject.sparing)
             if progress is not None:
                 progress(start + len(piece), len(ids), "tokens of text")
     for moment in sums.values():
@@ -188,9 +172,8 @@ def read_moments(
     return Moments(sums, len(ids))
 
 
-def longest(model: nn.Module) -> int | None:
-    """Return the most tokens a model reads, if its config says."""
-    return cast("int | None", getattr(getattr(model, "config", None), "max_position_embeddings", None))
+def _longest(subject: Subject) -> int | None:
+    return cast("int | None", getattr(subject.config, "max_position_embeddings", None))
 
 
 def _adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Spot]) -> Watch:
@@ -205,44 +188,43 @@ def _adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Spot])
 
 
 @torch.enable_grad()
-def target(
-    model: nn.Module, layers: Layers, places: Sequence[Spot], subject: Spot | None, method: Method
+def _target(
+    subject: Subject, layers: Layers, places: Sequence[Spot], about: Spot | None, method: Method
 ) -> dict[int, Tensor]:
     """Find by Adam what each layer must add at the places, [model_dim], so that the answers follow.
 
-    The loss is the mean of -log p(answer | prompt), plus a divergence on the subject and the squared size of what is
-    added. Parameters get no gradient. A loss that is not finite raises `ValueError`.
+    The loss is the mean of -log p(answer | prompt), a divergence on the subject, and the squared size of what is added.
     """
-    asked = [place for place in places if place.answer]
-    rows, answers = [place.ids for place in asked], [place.answer for place in asked]
-    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    answered = [place for place in places if place.answer]
+    rows, answers = [place.ids for place in answered], [place.answer for place in answered]
+    frozen = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:
         norms = {
             call.name: float(call.output[0, places[0].position].double().norm())
-            for call in calls_of(layers, lambda: cast(Any, model)(**batch(model, [places[0].ids])))
+            for call in calls_of(layers, lambda: run(subject, [places[0].ids]))
         }
-        free = {layer: torch.zeros(one.weight.shape[0], requires_grad=True) for layer, one in layers.items()}
+        free = {layer: torch.zeros(len(values.weight), requires_grad=True) for layer, values in layers.items()}
         optimiser = torch.optim.Adam(free.values(), lr=method.rate)
         with torch.no_grad():
-            before = None if subject is None else next_logits(model, subject.ids).log_softmax(dim=-1)
+            before = None if about is None else next_logits(subject, about.ids).log_softmax(dim=-1)
+        more = [] if about is None else [about]
         together = [[*row, *answer] for row, answer in zip(rows, answers, strict=True)]
-        inputs = batch(model, together if subject is None else [*together, subject.ids])
         for _ in range(method.steps):
             # A coordinate of a vector of norm 1 is d^-1/2 large: so Adam's step is `rate` norms long.
             added = {layer: norms[layer] * unit.numel() ** -0.5 * unit for layer, unit in free.items()}
-            with _adding(layers, added, [*asked, *([] if subject is None else [subject])]):
-                logits: Tensor = cast(Any, model)(**inputs).logits
-            said = answers_in(logits[: len(asked)], rows, answers)
-            loss = -said.scores.mean()
-            if before is not None and subject is not None:
-                now = logits[-1, len(subject.ids) - 1].float().log_softmax(dim=-1)
-                loss = loss + _KEEP * functional.kl_div(now, before, log_target=True, reduction="sum")
+            with _adding(layers, added, [*answered, *more]):
+                logits: Tensor = run(subject, [*together, *(spot.ids for spot in more)]).logits
+            now = answers_in(logits[: len(answered)], rows, answers)
+            loss = -now.scores.mean()
+            if before is not None and about is not None:
+                after = logits[-1, len(about.ids) - 1].float().log_softmax(dim=-1)
+                loss = loss + _KEEP * functional.kl_div(after, before, log_target=True, reduction="sum")
             loss = loss + _DECAY * torch.stack([unit.square().mean() for unit in free.values()]).sum()
             if not bool(torch.isfinite(loss)):
                 raise ValueError("the loss is NaN or infinite: check the weights of the model")
-            if float(said.scores.detach().min().exp()) > _ENOUGH and bool(said.first.all()):
+            if float(now.scores.detach().min().exp()) > _ENOUGH and bool(now.first.all()):
                 break
             optimiser.zero_grad()
             loss.backward()
@@ -257,8 +239,7 @@ Targets = Mapping[int, tuple[Tensor, Tensor]]  # of each layer, weights at the p
 
 
 def targets(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
+    subject: Subject,
     layers: Layers,
     facts: Sequence[Fact],
     places: Sequence[Sequence[Spot]],
@@ -269,15 +250,17 @@ def targets(
     """Compute, for each layer, the weights [places, entries] and what must be added there [places, model_dim]."""
     parts: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
     for done, (fact, where) in enumerate(zip(facts, places, strict=True), 1):
-        subject = None
+        about = None
         if fact.subject and leads:
-            subject = _place(tokenizer, f"{leads[0]}{fact.subject}{_ABOUT}", len(leads[0]), fact.subject, ())
-        wanted = target(model, layers, where, subject, method)
+            text = f"{leads[0]}{fact.subject}{_ABOUT}"
+            about = _place(subject.tokenizer, text, len(leads[0]), fact.subject, ())
+        wanted = _target(subject, layers, where, about, method)
         with _adding(layers, wanted, where):
-            here = _weights_at(model, layers, where)
-        for layer, rows in here.items():
+            calls = calls_of(layers, lambda where=where: run(subject, [place.ids for place in where]))
+        for call in calls:
+            rows = call.first[torch.arange(len(where)), [place.position for place in where]].double().cpu()
             kept = rows.mean(dim=0, keepdim=True) if method.mean else rows
-            parts[layer].append((kept, wanted[layer].double().cpu().expand(len(kept), -1)))
+            parts[call.name].append((kept, wanted[call.name].double().cpu().expand(len(kept), -1)))
         if progress is not None:
             progress(done, len(facts), "facts")
     return {layer: (torch.cat([w for w, _ in some]), torch.cat([x for _, x in some])) for layer, some in parts.items()}

@@ -53,7 +53,7 @@ def read_facts(facts: Fact | Mapping[str, object] | Sequence[Fact | Mapping[str,
     listed = [facts] if isinstance(facts, Fact | Mapping) else list(facts)
     if not listed:
         raise ValueError("expected at least one fact, got none")
-    return [one if isinstance(one, Fact) else _from_mapping(one) for one in listed]
+    return [fact if isinstance(fact, Fact) else _from_mapping(fact) for fact in listed]
 
 
 def _from_mapping(values: Mapping[str, object]) -> Fact:
@@ -61,9 +61,8 @@ def _from_mapping(values: Mapping[str, object]) -> Fact:
     texts = {name: value for name, value in values.items() if name != "paraphrases"}
     others = values.get("paraphrases", ())
     listed = cast("list[object]", list(others)) if isinstance(others, list | tuple) else [None]
-    if not {"prompt", "answer"} <= set(values) <= set(names) or not all(
-        isinstance(one, str) for one in (*texts.values(), *listed)
-    ):
+    named = {"prompt", "answer"} <= set(values) <= set(names)
+    if not named or not all(isinstance(text, str) for text in (*texts.values(), *listed)):
         raise ValueError(
             f"a fact must have the texts {', '.join(names[:3])} and a list paraphrases, got {dict(values)}"
         )
@@ -98,28 +97,26 @@ class EditReport(Result):
     @property
     def ok(self) -> bool:
         """Whether the model now gives every answer."""
-        return all(one.changed for one in self.facts)
+        return all(fact.changed for fact in self.facts)
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each fact."""
-        return [asdict(one) for one in self.facts]
+        return [asdict(fact) for fact in self.facts]
 
     def __str__(self) -> str:
         most = max(self.relative_change, default=0.0)
         lines = [
-            f"{sum(one.changed for one in self.facts):,} of {plural(len(self.facts), 'fact')} changed; the values of "
+            f"{sum(fact.changed for fact in self.facts):,} of {plural(len(self.facts), 'fact')} changed; the values of "
             f"{self.entries:,} entries in layers {', '.join(map(str, self.layers))} moved by at most {most:.2g} of "
             "their norm"
         ]
-        rows = [
-            [shorten(one.prompt, 50), one.answer, f"{one.before:.3f}", f"{one.after:.3f}", one.said_before.strip(),
-             one.said_after.strip()]
-            for one in self.facts[:20]
-        ]  # fmt: skip
-        head = ["prompt", "new answer", "p before", "p after", "said before", "says now"]
-        lines.append(aligned([head, *rows], left=[0, 1, 4, 5]))
-        if len(self.facts) > len(rows):
-            lines.append(f"and {plural(len(self.facts) - len(rows), 'more fact')}")
+        rows = [["prompt", "new answer", "p before", "p after", "said before", "says now"]]
+        for fact in self.facts[:20]:
+            chances, words = (f"{fact.before:.3f}", f"{fact.after:.3f}"), (fact.said_before, fact.said_after)
+            rows.append([shorten(fact.prompt, 50), fact.answer, *chances, *map(str.strip, words)])
+        lines.append(aligned(rows, left=[0, 1, 4, 5]))
+        if more := len(self.facts[20:]):
+            lines.append(f"and {plural(more, 'more fact')}")
         if self.untouched:
             texts = plural(self.untouched, "text")
             lines.append(f"{texts} that must not change: probabilities moved by at most {self.largest_shift:.1g}")

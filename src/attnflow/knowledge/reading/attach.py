@@ -80,20 +80,17 @@ def attach(
     ...     print(handle)
     1 layer of LlamaForCausalLM reads all of the 8 entries of memory
     """
-    module = Subject.of(model).model
+    subject = Subject.of(model)
     if not isinstance(cast(object, store), Store):
         raise TypeError(f"store must be an open store, af.knowledge.Store.open(uri), got {type(store).__name__}")
-    modular = next((one for one in module.modules() if isinstance(one, ModularModel)), None)
+    modular = next((module for module in subject.model.modules() if isinstance(module, ModularModel)), None)
     if modular is None or reader is not None or layers is not None:
-        undo, source, encoder = add_readers(module, store, reader, layers, key_dim, num_heads)
-        return Attached(module, store, retrieval, source, undo, encoder)
-    return _modular(module, modular, store, retrieval, write)
+        added = add_readers(subject, store, reader, layers, key_dim, num_heads)
+        return Attached(subject.model, store, retrieval, *added)
+    return Attached(subject.model, store, retrieval, *_read_instead(modular, store, write))
 
 
-def _modular(
-    model: nn.Module, modular: ModularModel, store: Store, retrieval: Retrieval | None, write: bool
-) -> Attached:
-    """Let a modular model read a store in place of its own entries."""
+def _read_instead(modular: ModularModel, store: Store, write: bool) -> tuple[ExitStack, EntrySource]:
     width = modular.config.entry_dim
     if modular.source is not None:
         raise ValueError(f"{type(modular).__name__} reads a store already: remove that handle first")
@@ -115,7 +112,7 @@ def _modular(
         )
     modular.source, undo = source, ExitStack()
     undo.callback(setattr, modular, "source", None)
-    return Attached(model, store, retrieval, source, undo)
+    return undo, source
 
 
 class Attached(Handle):
@@ -131,8 +128,8 @@ class Attached(Handle):
         model: nn.Module,
         store: Store,
         retrieval: Retrieval | None,
-        source: EntrySource,
         undo: ExitStack,  # detaches the store when it is closed
+        source: EntrySource,
         encoder: str = "",  # of the entries, "" if unknown
     ) -> None:
         super().__init__(model)
@@ -186,8 +183,8 @@ class Attached(Handle):
     def _summary(self) -> str:
         chosen = {reader.retrieval for reader in self.readers}
         read = {
-            "all" if one is None else f"the best {one.k}" if one.k else f"those above {one.threshold:g}"
-            for one in chosen
+            "all" if choice is None else f"the best {choice.k}" if choice.k else f"those above {choice.threshold:g}"
+            for choice in chosen
         }
         reads = "reads" if len(self.readers) == 1 else "read"
         return (

@@ -90,13 +90,13 @@ class Directions:
 
 
 def directions(
-    stream: Stream, run: Callable[[], object], targets: Callable[[Tensor], Sequence[int]]
+    stream: Stream, run: Callable[[], object], targets: Callable[[Tensor], Sequence[int]], against: Sequence[int] = ()
 ) -> Directions | str:
     """Return the directions of direct effects, or a text that says why they do not exist.
 
     A forward pass, by `run`, checks that the logits come from a final norm whose input is the sum of the embedding and
     what attention and entries add. This holds for pre-norm decoders, not for post-norm models (BERT) or scaled outputs.
-    `targets` chooses target ids from the logits of the last token.
+    `targets` chooses target ids from the logits of the last token; effects are those on them less `against`.
     """
     find = getattr(stream.model, "get_output_embeddings", None)
     head = cast("nn.Module | None", find() if callable(find) else None)
@@ -135,7 +135,7 @@ def directions(
         return f"its final norm, {type(module).__name__}, is neither a layer norm nor an RMS norm"
     ids = torch.tensor(targets(logits[0, -1]), device=weight.device)
     bias = cast("Tensor | None", getattr(head, "bias", None))
-    rows, biases = factor * _towards(weight, ids), factor * _towards(bias, ids)
+    rows, biases = (factor * _towards(table, ids, against) for table in (weight, bias))
     constant = (rows @ norm.shift + biases).expand(len(ids))
     back = _centred(rows * norm.gain, norm.centred) / norm.scale  # the gradient of row . norm(x), the scale held still
     chances = [
@@ -172,12 +172,13 @@ def _rounding(dtype: torch.dtype) -> float:
     return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
-def _towards(table: Tensor | None, targets: Tensor) -> Tensor:
-    """Return the rows of targets minus the mean row; zero without a table."""
+def _towards(table: Tensor | None, targets: Tensor, against: Sequence[int]) -> Tensor:
+    """Return the rows of targets minus the mean row, of all or of `against`; zero without a table."""
     if table is None:
         return torch.zeros((), device=targets.device)
     dtype = wide(table.dtype)
-    return table.detach()[targets].to(dtype) - table.detach().mean(dim=0, dtype=dtype)
+    others = table.detach()[list(against)] if against else table.detach()
+    return table.detach()[targets].to(dtype) - others.mean(dim=0, dtype=dtype)
 
 
 def _frozen(module: nn.Module, x: Tensor, y: Tensor, like: Tensor) -> _Norm | None:

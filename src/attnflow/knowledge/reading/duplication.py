@@ -53,7 +53,7 @@ class Duplicates(Result):
 
     def listed(self, texts: Sequence[str | None] = ()) -> str:
         """The numbers and the largest groups, optionally with the text of each group's first entry."""
-        said = [
+        lines = [
             f"{plural(len(self.groups), 'group')} of near-duplicates: {self.surplus:,} of {self.total:,} "
             f"entries could go ({plural(self.pairs, 'pair')} with a cosine of {self.threshold:g} or more)"
         ]
@@ -62,9 +62,9 @@ class Duplicates(Result):
         if texts:
             head += ["text of the first"]
             rows = [[*row, shorten(text or "(no text)", 60)] for row, text in zip(rows, texts, strict=True)]
-        said += [aligned([head, *rows], left=[1, 2][: len(head) - 1])] if rows else []
+        lines += [aligned([head, *rows], left=[1, 2][: len(head) - 1])] if rows else []
         more = len(self.groups) - len(rows)
-        return "\n".join(said + [f"and {plural(more, 'more group')}"] * bool(more))
+        return "\n".join(lines + [f"and {plural(more, 'more group')}"] * bool(more))
 
     def __str__(self) -> str:
         return self.listed()

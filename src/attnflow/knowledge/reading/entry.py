@@ -20,7 +20,7 @@ from attnflow.knowledge.layered import LayerEntries, LayerReader, observed, read
 from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.reading.direct_effect import Stream, directions, wide
-from attnflow.knowledge.reading.results import Chance, EntryReport, Example, Near, Pushed, Removal
+from attnflow.knowledge.reading.results import Chance, EntryRemoval, EntryReport, Example, Near, Pushed
 from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject, Text
 
@@ -92,22 +92,23 @@ def entry(
     if not reads_entries(subject.model):
         subject = Subject(from_ffn(subject.model), subject.tokenizer)
     model = subject.model
-    one = _found(model, checks.integer("id", id), layer, head)
+    located = _located(subject, checks.integer("id", id), layer, head)
+    reader = located.reader
     with evaluating(model), torch.no_grad():
-        place = torch.tensor([one.place], device=subject.device)
-        value = one.reader.values(place)[head]
+        place = torch.tensor([located.place], device=subject.device)
+        value = reader.values(place)[head]
         named = _Names(subject)
         raised, lowered = named.pushed(value, count)[0]
-        examples, read, active = _examples(subject, one, texts, count, progress)
-        by_value, by_key = _nearest(model, one, head, count, named)
-        threshold = float(one.reader.thresholds(place)[0, head, 0])
+        examples, read, active = _examples(subject, located, texts, count, progress)
+        by_value, by_key = _nearest(subject, located, head, count, named)
+        threshold = float(reader.thresholds(place)[0, head, 0])
     return EntryReport(
         model=subject.name,
         entry=id,
-        layer=one.reader.layer,
+        layer=reader.layer,
         head=head,
-        expert=one.reader.base.expert_of([id])[0] if isinstance(one.reader, LayerEntries) else None,
-        name=Stream(model, []).paths[one.reader.layer],
+        expert=reader.base.expert_of([id])[0] if isinstance(reader, LayerEntries) else None,
+        name=Stream(model, []).paths[reader.layer],
         norm=float(value.norm()),
         threshold=threshold,
         raised=raised,
@@ -118,20 +119,22 @@ def entry(
         active=active,
         near_by_value=by_value,
         near_by_key=by_key,
-        removal=None if ablate is None else _removal(subject, one, ablate, position, count),
+        removal=None if ablate is None else _removal(subject, located, ablate, position, count),
     )
 
 
-def removal(model: Loaded, id: int, text: Text, *, position: int, layer: int | None = None, head: int = 0) -> Removal:
+def removal(
+    model: Loaded, id: int, text: Text, *, position: int, layer: int | None = None, head: int = 0
+) -> EntryRemoval:
     """`entry(model, id, ablate=text).removal` alone, of a model that reads entries."""
-    return _removal(Subject.of(model), _found(model.model, id, layer, head), text, position, 8)
+    subject = Subject.of(model)
+    return _removal(subject, _located(subject, id, layer, head), text, position, 8)
 
 
-def _found(model: nn.Module, id: int, layer: int | None, head: int) -> LocatedEntry:
-    every = readers(model)
-    own = [one for one in every if isinstance(one, LayerEntries)]
-    if own:
-        base = own[0].base
+def _located(subject: Subject, id: int, layer: int | None, head: int) -> LocatedEntry:
+    by_layer = {reader.layer: reader for reader in readers(subject.model)}
+    base = next((reader.base for reader in by_layer.values() if isinstance(reader, LayerEntries)), None)
+    if base is not None:
         try:
             at = base.layer_of([id])[0]
         except KeyError:
@@ -140,13 +143,12 @@ def _found(model: nn.Module, id: int, layer: int | None, head: int) -> LocatedEn
         if layer not in (None, at):
             raise ValueError(f"entry {id} belongs to layer {at}, got layer={layer}: leave it out")
         layer = at
-    numbers = [one.layer for one in every]
-    if layer is None and len(every) > 1:
-        raise ValueError(f"layers {numbers} all read entry {id}: pass layer=..., the one to look at")
-    reader = next((one for one in every if layer in (None, one.layer)), None)
+    if layer is None and len(by_layer) > 1:
+        raise ValueError(f"layers {[*by_layer]} all read entry {id}: pass layer=..., the one to look at")
+    reader = by_layer.get(next(iter(by_layer)) if layer is None else layer)
     if reader is None:
-        raise ValueError(f"layer must be one of {numbers}, which read entries, got {layer}")
-    places = reader.every().to(Subject(model).device)
+        raise ValueError(f"layer must be one of {[*by_layer]}, which read entries, got {layer}")
+    places = reader.every().to(subject.device)
     place = places[reader.ids(places) == id][:1]
     if not len(place):
         raise ValueError(f"no entry {id}: layer {reader.layer} reads {reader.num_entries:,} entries")
@@ -162,25 +164,21 @@ class _Names:
         ids = torch.tensor([subject.ordinary_tokens(2)], device=subject.device)
         run = partial(cast(Any, model), input_ids=ids, **subject.sparing)
         with unobserved(model):
-            found = directions(Stream(model, [1]), run, lambda _: [0])
-        self._directions, self.without = (None, found) if isinstance(found, str) else (found, "")
+            frozen = directions(Stream(model, [1]), run, lambda _: [0])
+        self._directions, self.without = (None, frozen) if isinstance(frozen, str) else (frozen, "")
         self._subject = subject
 
     def pushed(self, values: Tensor, count: int) -> list[tuple[tuple[Pushed, ...], tuple[Pushed, ...]]]:
-        """Return the tokens that each value raises most, and those that it lowers most."""
         if self._directions is None:
             return [((), ())] * len(values)
         pushes = self._directions.pushes(values)
         pushes = (pushes - pushes.mean(dim=-1, keepdim=True)) / pushes.std(dim=-1, keepdim=True).clamp(min=1e-30)
         count = min(count, pushes.shape[-1])
-        sides = [pushes.topk(count, largest=largest) for largest in (True, False)]
-
-        def one(row: int, side: int) -> tuple[Pushed, ...]:
-            ids = sides[side].indices[row].tolist()
-            strengths = sides[side].values[row].tolist()
-            return tuple(map(Pushed, self._subject.texts(ids), ids, strengths))
-
-        return [(one(row, 0), one(row, 1)) for row in range(len(values))]
+        raised, lowered = (
+            [tuple(map(Pushed, self._subject.texts(ids), ids, strengths)) for strengths, ids in zip(*top, strict=True)]
+            for top in (map(Tensor.tolist, pushes.topk(count, largest=largest)) for largest in (True, False))
+        )
+        return list(zip(raised, lowered, strict=True))
 
 
 class _Read(Exception):
@@ -188,33 +186,30 @@ class _Read(Exception):
 
 
 def _examples(
-    subject: Subject,
-    one: LocatedEntry,
-    texts: Sequence[str | Sequence[int]],
-    count: int,
-    progress: Progress | None,
+    subject: Subject, entry: LocatedEntry, texts: Sequence[str | Sequence[int]], count: int, progress: Progress | None
 ) -> tuple[tuple[Example, ...], int, int]:
     """Find the texts in which an entry has its largest weights; also count tokens, and those with a positive score."""
     if isinstance(texts, str):
         raise ValueError("texts must be a list of texts, got one text: put it in a list")
     rows = [subject.read(text, ids=True)["input_ids"][0, :_LONGEST] for text in texts]
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    found: list[tuple[float, int, Tensor]] = []
+    firing: list[tuple[float, int, Tensor]] = []
     read = active = done = 0
     while done < len(order):
         size = 1
         while done + size < len(order) and (size + 1) * len(rows[order[done + size]]) <= _BATCH:
             size += 1
         some = order[done : done + size]
-        weights, scores = _read_batch(subject, one, [rows[index] for index in some])
+        weights, scores = _read_batch(subject, entry, [rows[index] for index in some])
         for index, weight, score in zip(some, weights, scores, strict=True):
             length = len(rows[index])
             read, active = read + length, active + int((score[:length] > 0).sum())
-            found.append((float(weight[:length].abs().max()), index, weight[:length].cpu()))
+            if (largest := float(weight[:length].abs().max())) > 0:
+                firing.append((largest, index, weight[:length].cpu()))
         done += size
         if progress is not None:
             progress(done, len(order), "reading texts")
-    best = sorted((each for each in found if each[0] > 0), key=lambda each: (-each[0], each[1]))[:count]
+    best = sorted(firing, key=lambda text: (-text[0], text[1]))[:count]
     return tuple(_example(index, rows[index], weight, subject) for _, index, weight in best), read, active
 
 
@@ -226,84 +221,77 @@ def _example(index: int, ids: Tensor, weights: Tensor, subject: Subject) -> Exam
     return Example(index, at, float(weights[at]), first, tuple(tokens), tuple(weights[shown].tolist()))
 
 
-def _read_batch(subject: Subject, one: LocatedEntry, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _read_batch(subject: Subject, entry: LocatedEntry, rows: Sequence[Tensor]) -> list[Tensor]:
     """Return an entry's weights and scores at each token of texts, [texts, longest]; 0 where it was not read."""
-    ids, mask = (pad_sequence(each, batch_first=True) for each in ([*rows], [torch.ones_like(row) for row in rows]))
-    seen: list[Tensor] = []
+    ids = pad_sequence([*rows], batch_first=True)
+    tables: list[Tensor] = []
 
     def see(reading: LayerReading) -> None:
-        columns = (one.column(reading, table)[:, one.heads] for table in (reading.weights, reading.scores[0]))
-        seen.extend(column.reshape(ids.shape).to(wide(column.dtype)) for column in columns)
+        columns = (entry.column(reading, table)[:, entry.heads] for table in (reading.weights, reading.scores[0]))
+        tables.extend(column.reshape(ids.shape).to(wide(column.dtype)) for column in columns)
         raise _Read
 
-    masked = {"attention_mask": mask} if subject.accepts("attention_mask") else {}
-    with unobserved(subject.model), observed([(one.reader, see)]), suppress(_Read):
+    masks = [torch.ones_like(row) for row in rows]
+    masked = {"attention_mask": pad_sequence(masks, batch_first=True)} if subject.accepts("attention_mask") else {}
+    with unobserved(subject.model), observed([(entry.reader, see)]), suppress(_Read):
         cast(Any, subject.model)(input_ids=ids, **masked, **subject.sparing)
-    return seen[0], seen[1]
+    return tables
 
 
-def _nearest(model: nn.Module, one: LocatedEntry, head: int, count: int, names: _Names) -> Iterator[tuple[Near, ...]]:
+def _nearest(subject: Subject, entry: LocatedEntry, head: int, count: int, names: _Names) -> Iterator[tuple[Near, ...]]:
     def values(reader: LayerReader, places: Tensor) -> Tensor:
         return reader.values(places)[head]
 
     def keys(reader: LayerReader, places: Tensor) -> Tensor:
         return reader.keys(places)[0, head]
 
-    mine = torch.tensor([one.place], device=Subject(model).device)
-    width = values(one.reader, mine).shape[-1]
-    own = [reader for reader in readers(model) if isinstance(reader, LayerEntries) and reader.layout.model_dim == width]
+    here = torch.tensor([entry.place], device=subject.device)
+    width = values(entry.reader, here).shape[-1]
+    layers = [layer for layer in readers(subject.model) if isinstance(layer, LayerEntries)]
+    alike = [layer for layer in layers if layer.layout.model_dim == width] or [entry.reader]
     for vectors in (values, keys):
-        asked = vectors(one.reader, mine)[0]
-        asked = functional.normalize(asked.to(wide(asked.dtype)), dim=-1)
-        best: list[tuple[float, int, LayerReader]] = []
-        for reader in own or [one.reader]:
-            for places in reader.every().to(mine.device).split(_BLOCK):
-                cosines = functional.normalize(vectors(reader, places).to(asked), dim=-1) @ asked
-                if reader is one.reader:
-                    cosines[places == one.place] = -torch.inf
+        vector = vectors(entry.reader, here)[0]
+        vector = functional.normalize(vector.to(wide(vector.dtype)), dim=-1)
+        best: list[tuple[float, Tensor, LayerReader]] = []
+        for reader in alike:
+            for places in reader.every().to(here.device).split(_BLOCK):
+                cosines = functional.normalize(vectors(reader, places).to(vector), dim=-1) @ vector
+                if reader is entry.reader:
+                    cosines[places == entry.place] = -torch.inf
                 top = cosines.topk(min(count, len(cosines)))
-                best += [(c, int(places[at]), reader) for c, at in zip(*map(Tensor.tolist, top), strict=True)]
-        best = sorted((each for each in best if each[0] > -torch.inf), key=lambda each: -each[0])[:count]
-        found = [torch.tensor([place], device=mine.device) for _, place, _ in best]
-        listed = [values(reader, place) for place, (_, _, reader) in zip(found, best, strict=True)]
+                rows = zip(top.values.tolist(), places[top.indices].split(1), strict=True)
+                best += [(cosine, place, reader) for cosine, place in rows if cosine > -torch.inf]
+        best = sorted(best, key=lambda near: -near[0])[:count]
+        listed = [values(reader, place) for _, place, reader in best]
         pushed = names.pushed(torch.cat(listed), _WORDS) if listed else []
         yield tuple(
-            Near(int(reader.ids(place)[0]), reader.layer, cosine, tuple(each.token for each in raised))
-            for place, (cosine, _, reader), (raised, _) in zip(found, best, pushed, strict=True)
+            Near(int(reader.ids(place)[0]), reader.layer, cosine, tuple(token.token for token in raised))
+            for (cosine, place, reader), (raised, _) in zip(best, pushed, strict=True)
         )
 
 
-def _removal(
-    subject: Subject,
-    one: LocatedEntry,
-    text: Text,
-    position: int,
-    count: int,
-) -> Removal:
-    """Run a text with an entry and without it."""
+def _removal(subject: Subject, entry: LocatedEntry, text: Text, position: int, count: int) -> EntryRemoval:
     model, arguments = subject.model, subject.read(text, ids=True)
     ids = arguments["input_ids"][0]
     if len(arguments["input_ids"]) > 1:
         raise ValueError(f"expected one sequence, got {len(arguments['input_ids'])}")
     position = checks.integer("position", position, -len(ids), len(ids) - 1) % len(ids)
-    checks.integer("count", count, 1)
     with evaluating(model), torch.no_grad(), unobserved(model):
-        logits, changed = logits_without(model, arguments, [one], position)
-    before, after = (each.log_softmax(dim=-1) for each in (logits, changed[0]))
+        logits, changed = logits_without(model, arguments, [entry], position)
+    before, after = logits.log_softmax(dim=-1), changed[0].log_softmax(dim=-1)
     kl = float((before.exp() * (before - after)).nan_to_num(nan=0).sum())
     count = min(count, len(before))
     likely = dict.fromkeys(before.topk(count).indices.tolist() + after.topk(count).indices.tolist())
     listed: list[int] = sorted(likely, key=lambda token: -float(before[token]))
     texts = subject.texts(listed)
     chances = zip(texts, listed, before[listed].exp().tolist(), after[listed].exp().tolist(), strict=True)
-    reader = one.reader
-    return Removal(
+    return EntryRemoval(
         model=subject.name,
-        layer=reader.layer,
-        entry=int(reader.ids(torch.tensor([one.place], device=ids.device))[0]),
-        head=cast(int, one.head),
+        layer=entry.reader.layer,
+        entry=int(entry.reader.ids(torch.tensor([entry.place], device=ids.device))[0]),
+        head=cast(int, entry.head),
         tokens=tuple(subject.texts_in_sequence(ids.tolist())),
         position=position,
         kl=max(0.0, kl),
-        chances=tuple(Chance(*each) for each in chances),
+        chances=tuple(Chance(*chance) for chance in chances),
     )

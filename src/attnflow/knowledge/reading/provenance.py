@@ -15,7 +15,7 @@ from attnflow._core import checks
 from attnflow._core.markup import aligned, percent, plural, shorten, token_label, visible
 from attnflow._core.results import Result
 
-By = Literal["norm", "effect"]
+By = Literal["effect", "direct", "norm"]
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,22 @@ class Fired:
     threshold: float  # the part of the score that depends on the entry alone; NaN if unknown
     weight: float  # the factor of its value
     norm: float  # Euclidean norm of its contribution, |weight| * |value|
-    effect: float | None  # direct effect on the logit of the target, or None
+    effect: float | None  # first-order estimate of what the targets' logits lose without it, or None
+    direct_effect: float | None  # on the logit of its own token's target, past later layers, or None
     ablated_effect: float | None = (
         None  # what that logit loses once the entry is taken out of the model; None: not tried
     )
     probability_effect: float | None = None  # what the target's probability loses then
     text: str = ""  # the entry's text, "" if unknown
+    neuron: int = 0  # number of the entry within its layer, as in `name`
+    block: int = 0  # number of the model's layer
     promotes: tuple[str, ...] = ()  # the tokens whose logits weight times value raises most
     suppresses: tuple[str, ...] = ()  # those that it lowers most
+
+    @property
+    def name(self) -> str:
+        """The entry as the field writes it, such as "L24N1005"."""
+        return f"L{self.block}N{self.neuron}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +67,16 @@ class LayerTrace:
     weights: Float[Tensor, "positions kept"]
     norms: Float[Tensor, "positions kept"]
     effects: Float[Tensor, "positions kept"] | None
-    # how many of the entries read, kept or not, have a positive score (in gated layers, gate score)
+    direct_effects: Float[Tensor, "positions kept"] | None
+    neurons: Int[Tensor, "positions kept"]  # numbers of the entries within the layer `block` of the model
+    block: int
+    # how many of the entries read, kept or not, have a positive score (in gated layers, gate score) and a weight
     active: Int[Tensor, " positions"]
     output_norm: Float[Tensor, " positions"]  # of the sum of all entries' contributions, without b2
     # 1 - |rest| / |all|, where "all" is the sum of all contributions and "rest" that of the entries not kept
     explained: Float[Tensor, " positions"]
-    effect: Float[Tensor, " positions"] | None = None  # direct effect of the layer's whole output with b2; or None
-    attention_effect: Float[Tensor, " positions"] | None = None  # that of the attention of the same block, or None
+    direct_effect: Float[Tensor, " positions"] | None = None  # that of the layer's whole output with b2; or None
+    attention_effect: Float[Tensor, " positions"] | None = None  # direct effect of the same block's attention, or None
     ablated_effects: Float[Tensor, "positions kept"] | None = None  # as in `Fired`; NaN for entries not taken out
     probability_effects: Float[Tensor, "positions kept"] | None = None
 
@@ -84,6 +95,10 @@ class Promoted:
 @dataclass(frozen=True, eq=False)
 class Trace(Result):
     """The entries that fired for a text, as `af.knowledge.trace` returns it.
+
+    The effect of an entry is its weight times value, times the derivative of the targets' logits by what its layer
+    adds: the first-order estimate of what they lose without it, over all paths. If several positions are traced, it is
+    the effect on the sum of their targets' logits.
 
     The direct effect of a contribution c on the logit of a target is (w_target - mean of w) . N c. Here w are the rows
     of the unembedding, and N is the final norm with its scale fixed at this forward pass. It is what c adds to that
@@ -107,7 +122,8 @@ class Trace(Result):
         without: why the model has no direct effects; "" if it has.
         texts: for each kept entry with a text, its id and text.
         promoted: the tokens that the values of the strongest entries raise and lower.
-        by: the measure ("effect" or "norm") by which the kept entries are the largest of all.
+        against: the tokens, if any, whose mean logit is subtracted in place of that of all tokens.
+        by: the measure ("effect", "direct" or "norm") by which the kept entries are the largest of all.
     """
 
     model: str
@@ -123,6 +139,7 @@ class Trace(Result):
     without: str = ""
     texts: Mapping[int, str] = field(default_factory=dict[int, str])
     promoted: tuple[Promoted, ...] = ()
+    against: tuple[str, ...] = ()
     by: By = "effect"
 
     def __iter__(self) -> Iterator[LayerTrace]:
@@ -176,7 +193,7 @@ class Trace(Result):
         rows = range(len(self.positions)) if position is None else [self.row(position)]
         chosen = self.layers if layer is None else (self.layer(layer),)
         fired = [entry for row in rows for one in chosen for entry in self._fired(one, row)]
-        size = attrgetter(self.by)
+        size = attrgetter({"direct": "direct_effect"}.get(self.by, self.by))
         return sorted(fired, key=lambda entry: -abs(size(entry)))[:count]
 
     def summary(self, position: int = -1) -> str:
@@ -197,14 +214,15 @@ class Trace(Result):
         """The strongest entries as lines for a terminal; see `fired`."""
         fired = self.fired(position, layer, count)
         columns: dict[str, Callable[[Fired], str]] = {
-            "layer": lambda one: str(one.layer),
             "token": lambda one: f"{token_label(one.token)} ({one.position})",
-            "entry": lambda one: str(one.entry) if one.head == 0 else f"{one.entry} (head {one.head})",
+            "entry": lambda one: one.name if one.head == 0 else f"{one.name} (head {one.head})",
+            "id": lambda one: str(one.entry),
             "score": lambda one: f"{one.score:+.3g}",
             "threshold": lambda one: f"{one.threshold:+.3g}",
             "weight": lambda one: f"{one.weight:+.3g}",
             "norm": lambda one: f"{one.norm:.3g}",
-            "direct": lambda one: _signed(one.effect),
+            "effect": lambda one: _signed(one.effect),
+            "direct": lambda one: _signed(one.direct_effect),
             "ablated": lambda one: _signed(one.ablated_effect),
             "p lost": lambda one: _signed(one.probability_effect),
             "text, or + promoted, − suppressed tokens": lambda one: shorten(one.text, 40) if one.text else _words(one),
@@ -236,27 +254,27 @@ class Trace(Result):
         def column(table: Tensor | None) -> list[Any]:
             return [None] * count if table is None else table[row, :count].tolist()
 
-        numbers = (one.scores, one.thresholds, one.weights, one.norms, one.effects)
+        numbers = (one.scores, one.thresholds, one.weights, one.norms, one.effects, one.direct_effects)
         ablated = (one.ablated_effects, one.probability_effects)
         fired: list[Fired] = []
-        for entry, head, *rest in zip(*map(column, (one.ids, one.heads, *numbers, *ablated)), strict=True):
-            rest[5:] = [None if value is None or value != value else value for value in rest[5:]]
+        tables = (one.ids, one.heads, one.neurons, *numbers, *ablated)
+        for entry, head, neuron, *rest in zip(*map(column, tables), strict=True):
+            rest[6:] = [None if value is None or value != value else value for value in rest[6:]]
             words = self._words.get((one.layer, entry, head))
             sides = ((), ()) if words is None else (words.raised, words.lowered)
             up, down = sides if rest[2] > 0 else sides[::-1]  # by the sign of its weight here
             place = (one.layer, position, self.tokens[position], target, entry, head)
-            fired.append(Fired(*place, *cast(Any, rest), text=self.texts.get(entry, ""), promotes=up, suppresses=down))
+            about: dict[str, Any] = {"text": self.texts.get(entry, ""), "neuron": neuron, "block": one.block}
+            fired.append(Fired(*place, *cast(Any, rest), **about, promotes=up, suppresses=down))
         return fired
 
     def __repr__(self) -> str:
         about = f"{plural(len(self.positions), 'position')} of {plural(len(self.tokens), 'token')}"
         lines = [f"Trace({self.model!r}: {about}, {plural(len(self.layers), 'layer')})"]
-        for one in self.layers:
-            active = percent(float(one.active.double().mean()) / max(one.num_entries, 1))
-            explained = percent(max(0.0, float(one.explained.double().mean())))
-            kept = one.ids.shape[1]
-            lines.append(f"  layer {one.layer}: {active} of entries active, {kept} kept explain {explained}")
-        return "\n".join(lines + ([f"  no direct effects: {self.without}"] if self.without else []))
+        if self.targets and self.logits is not None:
+            against = " and ".join(map(repr, self.against)) or "the mean of all tokens"
+            lines.append(f"target {self.targets[-1]!r}: logit {float(self.logits[-1]):.3g} above {against}")
+        return "\n".join([*lines, self.table(None, count=8)])
 
 
 def _signed(value: float | None) -> str:

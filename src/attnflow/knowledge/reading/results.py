@@ -51,7 +51,7 @@ class Chance:
 
 
 @dataclass(frozen=True)
-class Removal(Result):
+class EntryRemoval(Result):
     """What a model says next with an entry and without it: the entry's value is zero at all tokens."""
 
     model: str
@@ -66,70 +66,52 @@ class Removal(Result):
     @property
     def changed(self) -> bool:
         """Whether the most likely token changed."""
-        return max(self.chances, key=lambda one: one.after) is not self.chances[0]
+        return max(self.chances, key=lambda chance: chance.after) is not self.chances[0]
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each token."""
-        return [{**vars(one), "change": one.after - one.before} for one in self.chances]
+        return [{**vars(chance), "change": chance.after - chance.before} for chance in self.chances]
 
     def __str__(self) -> str:
-        after = max(self.chances, key=lambda one: one.after)
-        said = f"still {token_label(after.token)}" if not self.changed else f"now {token_label(after.token)}"
+        likeliest = max(self.chances, key=lambda chance: chance.after).token
+        answer = f"{'now' if self.changed else 'still'} {token_label(likeliest)}"
         lines = [["token", "with", "without"]]
-        lines += [[token_label(one.token), percent(one.before), percent(one.after)] for one in self.chances]
-        head = f"after {shorten(''.join(self.tokens[: self.position + 1]), 60)!r} without entry {self.entry}: {said}"
+        lines += [[token_label(chance.token), percent(chance.before), percent(chance.after)] for chance in self.chances]
+        head = f"after {shorten(''.join(self.tokens[: self.position + 1]), 60)!r} without entry {self.entry}: {answer}"
         return f"{head} (KL {self.kl:.3g} nats)\n{aligned(lines, left=[0])}"
 
 
 @dataclass(frozen=True, repr=False)
 class EntryReport(Result):
-    """One entry of a model, as `af.knowledge.entry` returns it.
+    """One entry of a model, as `af.knowledge.entry` returns it."""
 
-    Attributes:
-        model: name of the model.
-        entry: its id.
-        layer: the layer that reads it.
-        head: the head of cross-attention that reads it.
-        expert: the expert that it belongs to, or None.
-        name: path of the module that reads it.
-        norm: Euclidean norm of its value.
-        threshold: the threshold of its key (of a gated layer, of its gate).
-        raised: the tokens whose logits its value raises most, at a positive weight; the strongest first.
-        lowered: those that it lowers most.
-        without: why no tokens are named; "" if they are.
-        examples: the texts in which it fires most, one place each, by absolute weight.
-        tokens_read: tokens of the texts that were read.
-        active: at how many of them its score is positive (in gated layers, its gate's score).
-        near_by_value: the entries with the most similar values, which say the same.
-        near_by_key: those with the most similar keys (in gated layers, gates), which fire for the same.
-        removal: what the model says next with the entry and without it; None if no text was given for it.
-    """
-
-    model: str
-    entry: int
-    layer: int
-    head: int
-    expert: int | None
-    name: str
-    norm: float
-    threshold: float
-    raised: tuple[Pushed, ...]
-    lowered: tuple[Pushed, ...]
-    without: str
-    examples: tuple[Example, ...]
-    tokens_read: int
-    active: int
-    near_by_value: tuple[Near, ...]
-    near_by_key: tuple[Near, ...]
-    removal: Removal | None = None
+    model: str  # its name
+    entry: int  # its id
+    layer: int  # the layer that reads it
+    head: int  # the head of cross-attention that reads it
+    expert: int | None  # the expert that it belongs to, or None
+    name: str  # path of the module that reads it
+    norm: float  # Euclidean norm of its value
+    threshold: float  # of its key (of a gated layer, of its gate)
+    raised: tuple[Pushed, ...]  # the tokens whose logits its value raises most, at a positive weight; strongest first
+    lowered: tuple[Pushed, ...]  # those that it lowers most
+    without: str  # why no tokens are named; "" if they are
+    examples: tuple[Example, ...]  # the texts in which it fires most, one place each, by absolute weight
+    tokens_read: int  # tokens of the texts that were read
+    active: int  # at how many of them its score is positive (in gated layers, its gate's score)
+    near_by_value: tuple[Near, ...]  # the entries with the most similar values, which say the same
+    near_by_key: tuple[Near, ...]  # those with the most similar keys (in gated layers, gates), which fire for the same
+    removal: EntryRemoval | None = (
+        None  # what the model says next with the entry and without it; None: no text was given
+    )
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each token, example and near entry, which "kind" tells apart."""
-        table = [("raises", one.token, one.token_id, one.strength) for one in self.raised]
-        table += [("lowers", one.token, one.token_id, one.strength) for one in self.lowered]
-        table += [("fires", f"position {one.position}", one.text, one.weight) for one in self.examples]
+        table = [("raises", token.token, token.token_id, token.strength) for token in self.raised]
+        table += [("lowers", token.token, token.token_id, token.strength) for token in self.lowered]
+        table += [("fires", f"position {example.position}", example.text, example.weight) for example in self.examples]
         for kind, near in (("near by value", self.near_by_value), ("near by key", self.near_by_key)):
-            table += [(kind, f"layer {one.layer}", one.entry, one.cosine) for one in near]
+            table += [(kind, f"layer {other.layer}", other.entry, other.cosine) for other in near]
         return [dict(zip(("kind", "name", "number", "value"), row, strict=True)) for row in table]
 
     def __repr__(self) -> str:
@@ -139,17 +121,16 @@ class EntryReport(Result):
         lines = [f"entry {self.entry} of layer {self.layer} of {self.model}"]
         for name, pushed in (("raises", self.raised), ("lowers", self.lowered)):
             if pushed:
-                lines.append(f"{name}  {' '.join(token_label(one.token) for one in pushed)}")
+                lines.append(f"{name}  {' '.join(token_label(token.token) for token in pushed)}")
         if self.without:
             lines.append(f"its tokens are unknown: {self.without}")
         if self.tokens_read:
             lines.append(f"active at {percent(self.active / self.tokens_read)} of {self.tokens_read:,} tokens read")
-        for one in self.examples:
-            words = "".join(one.tokens[: one.position - one.first + 1])
-            lines.append(f"  {one.weight:+.3g}  …{words[-60:]}".replace("\n", "↵"))
+        for example in self.examples:
+            words = "".join(example.tokens[: example.position - example.first + 1])
+            lines.append(f"  {example.weight:+.3g}  …{words[-60:]}".replace("\n", "↵"))
         for name, near in (("value", self.near_by_value), ("key", self.near_by_key)):
-            said = ", ".join(f"{one.entry} ({one.cosine:.2f})" for one in near)
-            lines.append(f"near by {name}: {said}")
+            lines.append(f"near by {name}: {', '.join(f'{other.entry} ({other.cosine:.2f})' for other in near)}")
         return "\n".join([*lines, *([str(self.removal)] if self.removal else [])])
 
 
@@ -176,25 +157,18 @@ class ActivityReport(Result):
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each layer."""
-        return [asdict(one) for one in self.layers]
+        return [asdict(layer) for layer in self.layers]
 
     def __str__(self) -> str:
-        head = ["layer", "tokens", "entries", "mean active", "share", "max active", "never active"]
-        rows = [
-            [
-                str(one.layer),
-                f"{one.tokens:,}",
-                f"{one.entries:,}",
-                f"{one.mean:,.1f}{'' if one.read_all else '*'}",
-                f"{100 * one.mean / max(one.entries, 1):.1f}%",
-                f"{one.maximum:,}",
-                f"{one.dead:,}",
-            ]
-            for one in self.layers
-        ]
-        lines = [aligned([head, *rows]), f"never active in any layer: {len(self.dead):,} of {self.entries:,} entries"]
+        rows = [["layer", "tokens", "entries", "mean active", "share", "max active", "never active"]]
+        for layer in self.layers:
+            mean = f"{layer.mean:,.1f}{'' if layer.read_all else '*'}"
+            share = f"{100 * layer.mean / max(layer.entries, 1):.1f}%"
+            sizes = f"{layer.tokens:,}", f"{layer.entries:,}"
+            rows.append([str(layer.layer), *sizes, mean, share, f"{layer.maximum:,}", f"{layer.dead:,}"])
+        lines = [aligned(rows), f"never active in any layer: {len(self.dead):,} of {self.entries:,} entries"]
         if self.dead:
             lines[-1] += f": {preview(self.dead)}"
-        if not all(one.read_all for one in self.layers):
+        if not all(layer.read_all for layer in self.layers):
             lines.append("* counted among the entries that were read")
         return "\n".join(lines)

@@ -48,25 +48,15 @@ _KIND: Final = "reader"  # of a saved add-on
 class StoreReader(SharedReader):
     """Reads a store after a layer: H' = H + gate sqrt(d) C(X, E), with X = own norm(H) + P W_P.
 
-    P pools the tokens that each one may attend to (`PooledValues`): the last token of "the colour of Balorin" alone
-    does not identify an entry. C is generalized cross-attention (knowledge, eq. 1-9) with `softmax_one`: score = x W_Q
-    W_K^T e / sqrt(d_k) + b, so a token that matches no entry gets next to nothing. With gate 0, as at first, the model
-    is unchanged bit for bit.
-
-    `source` may be a matrix of entries in place of the store's, as in training.
+    P pools the tokens that each one may attend to: the last token of "the colour of Balorin" alone does not identify an
+    entry. C is cross-attention (knowledge, eq. 1-9) with `softmax_one`. In training `source` may be a matrix.
     """
 
     def __init__(
         self, layer: int, model_dim: int, pooled: PooledValues, key_dim: int, num_heads: int, source: EntrySource
     ) -> None:
         attention = GeneralizedCrossAttention(
-            model_dim,
-            key_dim,
-            source.dim,
-            num_heads=num_heads,
-            activation=softmax_one,
-            threshold="constant",
-            bias=False,
+            model_dim, key_dim, source.store.dim, num_heads, softmax_one, threshold="constant", bias=False
         )
         nn.init.normal_(attention.key)  # entries have length 1: scores with standard deviation 1
         super().__init__(layer, attention)
@@ -81,19 +71,15 @@ class StoreReader(SharedReader):
         check_loaded(self, "reader", hidden)
         kind = self.gate.dtype
         with torch.autocast(hidden.device.type, enabled=False):
-            asked = self.asked(hidden.to(kind), self.pooled.read(self.layer, hidden, kind))
-            return self(asked).to(hidden.dtype)
-
-    def asked(
-        self, hidden: Float[Tensor, "*tokens model_dim"], pooled: Float[Tensor, "*tokens width"]
-    ) -> Float[Tensor, "*tokens model_dim"]:
-        return self.own * functional.rms_norm(hidden, hidden.shape[-1:]) + self.pooled_map(pooled)
+            normed = functional.rms_norm(hidden.to(kind), hidden.shape[-1:])
+            asking = self.own * normed + self.pooled_map(self.pooled.read(self.layer, hidden, kind))
+            return self(asking).to(hidden.dtype)
 
     def forward(self, hidden: Tensor, source: object = None) -> Float[Tensor, "*tokens model_dim"]:
-        now = self.source
-        if isinstance(now, EntrySource) and self.retrieval is None:
-            now = now.entries(hidden)
-        return self._scale * super().forward(hidden, now)
+        current = self.source
+        if isinstance(current, EntrySource) and self.retrieval is None:
+            current = current.entries(hidden)
+        return self._scale * super().forward(hidden, current)
 
     def current(self) -> Tensor | EntrySource:
         return self.source
@@ -114,11 +100,10 @@ class _Passes:
 
 
 class PooledValues(nn.Module):
-    """P: for each token, the mean value over all tokens it may attend to, in several layers.
+    """P: for each token, in several layers, the mean value over all it may attend to: attention for a zero query.
 
-    Each mean is the layer's own attention for a zero query, so the model's mask and cache apply. Heads that share
-    values give one mean. The module is a child of the attention modules and of the readers, so copies of a model have
-    their own. Each thread has its own P, dropped after the `last` layer with a reader.
+    Heads that share values give one mean. The module is a child of the attention modules and of the readers, so copies
+    of a model have their own. Each thread has its own P, dropped after the `last` layer with a reader.
     """
 
     def __init__(self, layers: Sequence[int], width: int, last: int) -> None:
@@ -127,7 +112,6 @@ class PooledValues(nn.Module):
         self._passes = PerThread(_Passes)
 
     def begin(self) -> None:
-        """Start a forward pass: drop what the last one pooled."""
         if _recomputing():
             return
         passes, grad = self._passes(), torch.is_grad_enabled()
@@ -150,12 +134,13 @@ class PooledValues(nn.Module):
         """Return P for a layer's reader; each pooled layer's part has root mean square 1."""
         passes, grad = self._now(), torch.is_grad_enabled()
         parts = passes.parts[grad]
-        if any(one not in parts or parts[one].shape[:2] != hidden.shape[:2] for one in self.layers):
+        pooled = [parts[number] for number in self.layers if number in parts]
+        if len(pooled) < len(self.layers) or any(part.shape[:2] != hidden.shape[:2] for part in pooled):
             raise RuntimeError(
                 "a layer ran without its reader, because the attention implementation was set after "
                 "af.knowledge.attach: remove the reader, set the implementation, and attach the reader again"
             )
-        result = [functional.rms_norm(part.to(kind), part.shape[-1:]) for part in map(parts.__getitem__, self.layers)]
+        result = [functional.rms_norm(part.to(kind), part.shape[-1:]) for part in pooled]
         if layer == self.last and not grad:
             passes.parts[False] = {}
         return torch.cat(result, dim=-1)
@@ -165,20 +150,19 @@ class PooledValues(nn.Module):
         mine = self._passes()
         if not _recomputing():
             return mine
-        found = [mine] if mine.open else [one for one in self._passes.all() if one.open]
-        if (number := sum(one.open for one in found)) > 1:
+        waiting = [mine] if mine.open else [passes for passes in self._passes.all() if passes.open]
+        if (number := sum(passes.open for passes in waiting)) > 1:
             raise RuntimeError(
                 f"{number} forward passes with gradients came before this backward pass, but gradient checkpointing "
                 "can recompute a reader's queries only for the last: run passes that need no gradient under "
                 "torch.no_grad(), or call model.gradient_checkpointing_disable()"
             )
-        for one in found:
-            one.backward = True
-        return found[0] if found else mine
+        for passes in waiting:
+            passes.backward = True
+        return waiting[0] if waiting else mine
 
 
 def _pool_before(layer: int, call: AttentionCall, proceed: Proceed) -> Output:
-    """Interceptor of an attention module: pool its values, then continue the call unchanged."""
     cast(PooledValues, getattr(call.module, _POOL)).put(layer, call, proceed)
     return proceed(call)
 
@@ -207,7 +191,7 @@ def _recomputing() -> bool:
 
 
 def add_readers(
-    model: nn.Module,
+    subject: Subject,
     store: Store,
     folder: str | os.PathLike[str] | None,
     layers: Sequence[int] | None,
@@ -224,13 +208,13 @@ def add_readers(
             f"({preview(encoders)}): build a store of their texts with one encoder"
         )
     encoder = next(iter(encoders), "")
-    if reads_entries(model):
+    if reads_entries(subject.model):
         raise ValueError(
-            f"{type(model).__name__} reads entries already: remove the earlier handle; edit the entries of a "
-            "converted model in its base, model.knowledge"
+            f"{subject.kind} reads entries already: remove the earlier handle; edit the entries of a converted model "
+            "in its base, model.knowledge"
         )
-    check_unwrapped(model, "reader")
-    stack = Subject(model).stack
+    check_unwrapped(subject.model, "reader")
+    stack = subject.stack
     saved = None if folder is None else _saved(folder, stack, store, encoder)
     if saved is not None:
         if layers is not None:
@@ -240,16 +224,16 @@ def add_readers(
     # Early values identify words best. Of 1,000 made-up facts, SmolLM2-135M found the right entry for 86 % of
     # held-out questions from layer 3, 70 % from layer 6, 56 % from layer 9, and 95 % from several of the first.
     pooled = [layer for layer in sorted(stack.attention) if layer <= chosen[0]][:_LAYERS]
-    around = models_around(list(stack.attention.values()))
-    check_implementation(
-        around[0], base_implementation(around[0].config), "the model's attention implementation", "reader"
-    )
-    widths = _measured(stack, sorted({*pooled, *chosen}))
+    owner = models_around(list(stack.attention.values()))[0]
+    implementation = base_implementation(owner.config)
+    check_implementation(owner, implementation, "the model's attention implementation", "reader")
+    # FlexAttention warns where it is not compiled, and a trial compiles nothing
+    widths = _measured(stack, sorted({*pooled, *chosen}), "sdpa" if implementation == "flex_attention" else None)
     pool, source = PooledValues(pooled, sum(widths[number][1] for number in pooled), chosen[-1]), EntrySource(store)
     added = [StoreReader(number, widths[number][0], pool, key_dim, num_heads, source) for number in chosen]
     for reader in added:
         module = stack.attention[reader.layer].module
-        parameter = next((one for one in module.parameters() if one.is_floating_point()), None)
+        parameter = next((weight for weight in module.parameters() if weight.is_floating_point()), None)
         if parameter is not None:  # half precision is too coarse to learn in
             reader.to(Subject(module).device, torch.promote_types(parameter.dtype, torch.float32))
         reader.train(module.training)
@@ -273,7 +257,6 @@ def save_readers(
 
 
 def _put(stack: Stack, pool: PooledValues, readers: Sequence[StoreReader]) -> ExitStack:
-    """Put readers and pool into a model; closing what is returned takes them out again."""
     sites, undo = stack.attention, ExitStack()
     paths = {number: site.name.removeprefix(f"{stack.path}.{number}").strip(".") for number, site in sites.items()}
     children = [(sites[number].module, _POOL, pool) for number in pool.layers]
@@ -299,7 +282,7 @@ def _chosen(layers: Sequence[int] | None, stack: Stack) -> list[int]:
         return few[:-1:2] or few
     if isinstance(layers, str) or not layers:
         raise ValueError(f"layers must list layer numbers from 0 to {number - 1}, got {layers!r}")
-    chosen = sorted(integer("layer", one, 0, number - 1) for one in layers)
+    chosen = sorted(integer("layer", layer, 0, number - 1) for layer in layers)
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"layers must name each layer once, got {chosen}")
     without = [layer for layer in chosen if layer not in stack.attention]
@@ -310,7 +293,7 @@ def _chosen(layers: Sequence[int] | None, stack: Stack) -> list[int]:
     return chosen
 
 
-def _measured(stack: Stack, chosen: Sequence[int]) -> dict[int, tuple[int, int]]:
+def _measured(stack: Stack, chosen: Sequence[int], implementation: str | None) -> dict[int, tuple[int, int]]:
     """Run two tokens to measure the token width and the value width (without repeated heads) of each layer."""
     model = models_around(list(stack.attention.values()))[0]
     values: dict[int, int] = {}
@@ -321,9 +304,8 @@ def _measured(stack: Stack, chosen: Sequence[int]) -> dict[int, tuple[int, int]]
         return output, weights
 
     try:
-        # FlexAttention warns where it is not compiled, and a trial compiles nothing
-        other = "sdpa" if base_implementation(model.config) == "flex_attention" else None
-        with trial(model, {stack.attention[one]: partial(look, one) for one in chosen}, implementation=other):
+        looks = {stack.attention[number]: partial(look, number) for number in chosen}
+        with trial(model, looks, implementation=implementation):
             layers = {number: stack.layers[number] for number in chosen}
             calls = calls_of(layers, lambda: read(model, [Subject(model).ordinary_tokens(2)]))
     except DoesNotRun as error:
@@ -343,11 +325,11 @@ def _measured(stack: Stack, chosen: Sequence[int]) -> dict[int, tuple[int, int]]
 
 
 def _tensors_of(readers: Sequence[StoreReader]) -> dict[str, Tensor]:
-    return {f"layers.{one.layer}.{name}": tensor for one in readers for name, tensor in one.state_dict().items()}
+    states = {reader.layer: reader.state_dict() for reader in readers}
+    return {f"layers.{layer}.{name}": tensor for layer, state in states.items() for name, tensor in state.items()}
 
 
 def _saved(folder: str | os.PathLike[str], stack: Stack, store: Store, here: str) -> Addon:
-    """Load saved readers; another model raises `WrongBase`, a store of another width or encoder `ValueError`."""
     saved = read_addon(folder, _KIND)
     saved.check_base(stack.identity(_CHILD))
     width, encoder = saved.config["entry_dim"], saved.config["encoder"]

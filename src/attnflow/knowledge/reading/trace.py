@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.convert import from_ffn
-from attnflow.knowledge.layered import LayerReader, SharedReader, observed, readers, reads_entries, unobserved
-from attnflow.knowledge.reader import LayerReading
+from attnflow.knowledge.layered import (
+    LayerReader,
+    SharedReader,
+    observed,
+    readers,
+    reads_entries,
+    unobserved,
+)
 from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.reading.direct_effect import Directions, Kind, Stream, directions, wide
+from attnflow.knowledge.reading.layer_watch import LayerWatch
 from attnflow.knowledge.reading.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.store.source import EntrySource
-from attnflow.models.passes.evaluation import evaluating
+from attnflow.models.passes.evaluation import evaluating, still
+from attnflow.models.passes.watching import Call, Watch
 from attnflow.models.subject import Loaded, Subject, Text
 
 if TYPE_CHECKING:
@@ -28,8 +35,6 @@ if TYPE_CHECKING:
 
 _PROMOTED: Final = 5  # tokens named for an entry
 _LAST: Final = 40  # entries of the last position, as a page lists them, whose tokens are named first
-_WEIGHTS: Final = 1 << 22  # weights that are worked on at once, of all entries and as many tokens as that allows
-_BLOCK: Final = 1 << 13  # entries whose values are held at once
 
 
 def trace(
@@ -40,21 +45,28 @@ def trace(
     top: int = 16,
     by: By | None = None,
     targets: str | int | Sequence[str | int] | None = None,
+    against: str | int | Sequence[str | int] | None = None,
     promoted: int = 128,
     ablate: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Trace:
     """Record which entries fired for each token and layer of a text, and their effect on the next token's logit.
 
+    Three numbers are never mixed up. The *effect* is the weight times the value of an entry, times the derivative of
+    the targets' logits by what its layer adds: the first-order estimate of removing it, over all paths. The *direct*
+    effect leaves out the paths through later layers, with the scale of the final norm held. *Ablated* is measured.
+
     Args:
         model: any model, or what `af.load_model` returned. If it is not converted, a converted copy is traced.
         inputs: a text; token ids [tokens] or [1, tokens]; or the model's named inputs for one sequence.
         positions: the tokens to trace, with negative positions counted from the end; by default all.
         top: how many entries are kept for each token and layer.
-        by: which entries to keep: those with the largest absolute direct "effect", or with the largest contribution
-            ("norm"); by default "effect" if the model has direct effects.
+        by: which entries to keep: those with the largest absolute "effect", or "direct" effect, or with the largest
+            contribution ("norm"); by default "effect" if the model has logits.
         targets: the tokens whose logits the effects refer to, one for all positions or one each; by default the next
-            token of the text, and at its end the token that the model finds most likely.
+            token of the text, and at its end the token that the model finds most likely. A text of several tokens
+            stands for the sum of their log-probabilities after the text, at the positions that predict them.
+        against: the tokens whose mean logit is subtracted; by default all tokens.
         promoted: for how many entries to find the tokens that they promote and suppress most: the strongest 40 of the
             last position first, then the strongest of each.
         ablate: how many leading entries of each position, of all layers, to take out of the model one by one (0 to
@@ -67,14 +79,14 @@ def trace(
         models have no direct effects in closed form; `.without` then says why.
 
     Raises:
-        ValueError: a position does not exist, or a target is not one token.
+        ValueError: a position or a token does not exist; a text of several tokens with `positions`, `against` or more.
         UnsupportedArchitecture: an encoder-decoder model, or one with unknown feed-forward layers; to ablate, also a
             model without logits, or one whose sequences of a batch influence one another.
 
-    Cost: two forward passes (the first finds the scale of the final norm), one more product with the values for each
-    layer, and with `ablate` for each position one forward pass of a batch of `ablate` + 1 copies of the text. Memory:
-    positions x top for each layer, and a few tables as large as one layer's weights, of at most 64 MiB; never tokens x
-    entries x model_dim. In half precision small effects of an ablation are rounding: load the model in float32.
+    Cost: two forward passes (the first finds the scale of the final norm) and one backward pass, with the memory of a
+    training step; one more product with the values for each layer; and with `ablate` for each position one forward
+    pass of a batch of `ablate` + 1 copies of the text. Never tokens x entries x model_dim. In half precision small
+    effects of an ablation are rounding: load the model in float32.
 
     >>> import attnflow as af
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,69 +107,145 @@ def trace(
     checks.integer("top", top, 1)
     checks.integer("promoted", promoted)
     checks.integer("ablate", ablate, 0, top)
-    if by not in (None, "norm", "effect"):
-        raise ValueError(f"by must be 'norm' or 'effect', got {by!r}")
+    if by not in (None, "norm", "effect", "direct"):
+        raise ValueError(f"by must be 'effect', 'direct' or 'norm', got {by!r}")
     if not reads_entries(subject.model):
         subject = Subject(from_ffn(subject.model), subject.tokenizer)
-    model, tokenizer = subject.model, subject.tokenizer
-    every = readers(model)
+    question = _question(subject, inputs, positions, targets, against)
+    if question.whole and ablate:
+        raise ValueError("a target of several tokens is not ablated: pass one token, or leave ablate out")
+    stream, every = Stream(subject.model, question.rows), readers(subject.model)
+    run = partial(cast(Any, subject.model), **question.arguments)
+    with unobserved(subject.model):
+        with evaluating(subject.model), torch.no_grad():
+            towards = directions(stream, partial(run, **subject.sparing), question.targets, question.against)
+        if isinstance(towards, str) and by == "direct":
+            raise ValueError(f"this model has no direct effects, since {towards}: use by='effect' or by='norm'")
+        frozen = towards if isinstance(towards, Directions) else None
+        watched = [LayerWatch(reader, stream, frozen, top) for reader in every]
+        direct, answered = _run(subject, question, stream, watched, run)
+        if answered is None and (by == "effect" or (targets is not None and by != "norm")):
+            raise ValueError(f"{subject.kind} returns no logits of tokens, so there are no effects: use by='norm'")
+        order: By = by or ("norm" if answered is None else "effect")
+        # layers of another stack, such as an image tower, do not run
+        watched = [layer for layer in watched if layer.ran] or watched
+        with torch.no_grad():
+            traced = tuple(layer.finish(direct, order) for layer in watched)
+            words = () if frozen is None else _promoted(watched, frozen, promoted, subject)
+            about: dict[str, Any] = {"without": towards if frozen is None else ""} | (answered or {})
+            if frozen is not None:
+                about["embedding_effect"] = next(effect for (kind, _), effect in direct.items() if kind == "embedding")
+                about["constant_effect"] = frozen.constant.cpu()
+            about["targets"] = tuple(subject.texts(about.get("target_ids", ())))
+            about["against"] = tuple(subject.texts(question.against))
+            texts, tokens = _texts(every[0], traced), tuple(subject.texts_in_sequence(question.ids))
+            rows = tuple(question.rows)
+            result = Trace(subject.name, tokens, rows, traced, texts=texts, promoted=words, by=order, **about)
+            if not ablate:
+                return result
+            if answered is None:
+                raise UnsupportedArchitecture(f"{subject.kind} returns no logits that an ablation could change")
+            with evaluating(subject.model):
+                return _ablated(result, subject.model, question, watched, ablate)
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    arguments: dict[str, Tensor]
+    rows: list[int]  # the traced positions
+    wanted: str | int | Sequence[str | int] | None
+    against: list[int]
+    whole: bool  # whether the targets are the tokens of one answer, whose log-probability counts
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def ids(self) -> list[int]:
+        return self.arguments["input_ids"][0].tolist()
+
+    def targets(self, logits: Tensor) -> list[int]:
+        return _targets(self.wanted, self.ids, self.rows, self.tokenizer, logits)
+
+    def compared(self, logits: Tensor) -> Tensor:
+        """What is subtracted from logits [..., vocabulary]: the mean of those to compare with."""
+        return (logits[..., self.against] if self.against else logits).mean(dim=-1)
+
+
+def _question(
+    subject: Subject,
+    inputs: Text,
+    positions: int | Sequence[int] | None,
+    targets: str | int | Sequence[str | int] | None,
+    against: str | int | Sequence[str | int] | None,
+) -> _Question:
     arguments = subject.read(inputs, ids=True)
     if len(arguments["input_ids"]) > 1:
         raise ValueError(f"trace takes one sequence, got {len(arguments['input_ids'])}: pass one row of the inputs")
-    ids = arguments["input_ids"][0].tolist()
-    rows = _positions(positions, len(ids))
-    stream = Stream(model, rows)
-    effects: dict[tuple[Kind, int], Tensor] = {}
-    run = partial(cast(Any, model), **arguments, **subject.sparing)
-    with evaluating(model), torch.no_grad(), unobserved(model):
-        towards = directions(stream, run, partial(_targets, targets, ids, rows, tokenizer))
-        if isinstance(towards, str) and (by == "effect" or (targets is not None and not ablate)):
-            raise ValueError(f"this model has no direct effects, since {towards}: use by='norm' without targets")
-        frozen = towards if isinstance(towards, Directions) else None
-        order: By = by or ("norm" if frozen is None else "effect")
-        watched = [LayerWatch(reader, stream, frozen, top, order) for reader in every]
+    others = [] if against is None else [against] if isinstance(against, str | int) else list(against)
+    compared = [subject.token(other) if isinstance(other, str) else int(other) for other in others]
+    tokens: list[int] = []
+    if isinstance(targets, str) and subject.tokenizer is not None:
+        tokens = cast("list[int]", cast(Any, subject.tokenizer)(targets, add_special_tokens=False)["input_ids"])
+    count = arguments["input_ids"].shape[1]
+    if len(tokens) < 2 or positions is not None or compared:
+        rows = _positions(positions, count)
+        return _Question(arguments, rows, targets, compared, False, subject.tokenizer)
+    more = torch.tensor([tokens[:-1]], device=subject.device)
+    for name, value in arguments.items():
+        if value.shape[:2] != (1, count) or name not in ("input_ids", "attention_mask", "token_type_ids"):
+            raise ValueError(f"a target of several tokens needs a text or token ids, got {name} of {list(value.shape)}")
+        added = more if name == "input_ids" else value[:, -1:].expand(1, more.shape[1])
+        arguments[name] = torch.cat([value, added], dim=1)
+    return _Question(arguments, list(range(count - 1, count + len(tokens) - 1)), tokens, [], True, subject.tokenizer)
 
-        def add(kind: Kind, layer: int, value: Tensor) -> None:
-            if frozen is not None:
-                effect = (value * frozen.rows).sum(dim=-1).cpu()
-                effects[kind, layer] = effect + effects.get((kind, layer), 0)
 
-        with observed([(one.reader, one.see) for one in watched]), stream.watching(add):
-            said = run()
-        watched = [
-            one for one in watched if one.pieces
-        ] or watched  # layers of another stack, such as an image tower, do not run
-        traced = tuple(one.finish(effects) for one in watched)
-        words = () if frozen is None else _promoted(watched, frozen, promoted, subject)
-        about: dict[str, Any] = {"without": towards}
+def _run(
+    subject: Subject, question: _Question, stream: Stream, watched: Sequence[LayerWatch], run: Callable[..., Any]
+) -> tuple[dict[tuple[Kind, int], Tensor], dict[str, Any] | None]:
+    """Run the model once and back: direct effects by kind and layer, and what is said of the targets; None without."""
+    direct: dict[tuple[Kind, int], Tensor] = {}
+    frozen, outputs = watched[0].frozen, dict[int, Tensor]()
+
+    def add(kind: Kind, layer: int, value: Tensor) -> None:
         if frozen is not None:
-            about = {
-                "target_ids": tuple(frozen.targets.tolist()),
-                "logits": frozen.logits.cpu(),
-                "probabilities": frozen.probabilities.cpu(),
-                "embedding_effect": next(effect for (kind, _), effect in effects.items() if kind == "embedding"),
-                "constant_effect": frozen.constant.cpu(),
-            }
-        elif ablate:
-            last = getattr(said, "logits", None)
-            if not isinstance(last, Tensor):
-                raise UnsupportedArchitecture(f"{type(model).__name__} returns no logits that an ablation could change")
-            about["target_ids"] = tuple(_targets(targets, ids, rows, tokenizer, last[0, -1]))
-        about["targets"] = tuple(subject.texts(about.get("target_ids", ())))
-        texts, tokens = _texts(every[0], traced), tuple(subject.texts_in_sequence(ids))
-        result = Trace(subject.name, tokens, tuple(rows), traced, texts=texts, promoted=words, by=order, **about)
-        return _ablated(result, model, arguments, watched, ablate) if ablate else result
+            effect = (value.detach() * frozen.rows).sum(dim=-1).cpu()
+            direct[kind, layer] = effect + direct.get((kind, layer), 0)
+
+    def track(call: Call, output: Tensor) -> Tensor:
+        outputs[call.name] = output if output.requires_grad else output.detach().requires_grad_()
+        return outputs[call.name]
+
+    first, keep = question.rows[0], dict(subject.sparing)
+    if "logits_to_keep" in keep:
+        keep["logits_to_keep"] = len(question.ids) - first
+    modules = {number: cast(nn.Module, layer.reader) for number, layer in enumerate(watched)}
+    looking = observed([(layer.reader, layer.see) for layer in watched])
+    with still(subject.model, exact=False), looking, stream.watching(add), Watch(modules, leave=track):
+        logits = getattr(run(**keep), "logits", None)
+        if not isinstance(logits, Tensor) or logits.ndim != 3:
+            return direct, None
+        rows = torch.tensor(question.rows, device=logits.device) - (len(question.ids) - logits.shape[1])
+        read = logits[0, rows].to(wide(logits.dtype))
+        targets = torch.tensor(question.targets(logits[0, -1].detach()), device=logits.device)
+        chosen = read.gather(1, targets[:, None])[:, 0]
+        scores = chosen - question.compared(read)
+        value = read.log_softmax(-1).gather(1, targets[:, None]).sum() if question.whole else scores.sum()
+        found = torch.autograd.grad(value, list(outputs.values()), allow_unused=True)
+    for number, gradient in zip(outputs, cast("Sequence[Tensor | None]", found), strict=True):
+        watched[number].towards = None if gradient is None else watched[number].reader.received(gradient)
+    chances = read.detach().softmax(-1).gather(1, targets[:, None])[:, 0]
+    return direct, {
+        "target_ids": tuple(targets.tolist()),
+        "logits": scores.detach().cpu(),
+        "probabilities": chances.cpu(),
+    }
 
 
-def _ablated(
-    trace: Trace, model: nn.Module, arguments: Mapping[str, Tensor], watched: Sequence[LayerWatch], count: int
-) -> Trace:
+def _ablated(trace: Trace, model: nn.Module, question: _Question, watched: Sequence[LayerWatch], count: int) -> Trace:
     columns = [one.ids.shape[1] for one in trace]
     layer_of = torch.repeat_interleave(torch.tensor(columns)).tolist()
     places = torch.cat([one.joined("places") for one in watched], dim=1).cpu()
     heads = torch.cat([one.joined("heads") for one in watched], dim=1).cpu()
-    tables = [one.norms if trace.by == "norm" else cast(Tensor, one.effects).abs() for one in trace]
-    sizes = torch.cat(tables, dim=1).masked_fill(places < 0, -1)
+    sizes = torch.cat([_sizes(layer, trace.by) for layer in trace], dim=1).masked_fill(places < 0, -1)
     lost = sizes.new_full((2, *sizes.shape), torch.nan)
     rounding = max(torch.finfo(one.dtype).eps for one in model.parameters() if one.is_floating_point())
     seen: list[tuple[float, float]] = []
@@ -168,9 +256,9 @@ def _ablated(
             LocatedEntry(watched[layer_of[at]].reader, int(places[row, at]), int(heads[row, at]))
             for at in leading.tolist()
         ]
-        before, after = logits_without(model, arguments, removed, position)
+        before, after = logits_without(model, question.arguments, removed, position)
         every = torch.cat([before[None], after])
-        logits, chances = every[:, target] - every.mean(dim=-1), every.softmax(dim=-1)[:, target]
+        logits, chances = every[:, target] - question.compared(every), every.softmax(dim=-1)[:, target]
         lost[0, row, leading], lost[1, row, leading] = ((each[0] - each[1:]).to(lost) for each in (logits, chances))
         seen.append((float(logits[0]), float(chances[0])))
         apart = 0.0 if trace.logits is None else abs(seen[-1][0] - float(trace.logits[row]))
@@ -188,6 +276,10 @@ def _ablated(
         return trace
     logits, chances = torch.tensor(seen, dtype=lost.dtype).T
     return replace(trace, logits=logits, probabilities=chances)
+
+
+def _sizes(layer: LayerTrace, by: By) -> Tensor:
+    return {"norm": layer.norms, "effect": layer.effects, "direct": layer.direct_effects}[by].abs()  # pyright: ignore
 
 
 def _positions(positions: int | Sequence[int] | None, size: int) -> list[int]:
@@ -210,26 +302,15 @@ def _targets(
     listed = [wanted] * len(rows) if isinstance(wanted, str | int) else list(wanted)
     if len(listed) != len(rows):
         raise ValueError(f"expected one target, or one for each of the {len(rows)} positions, got {len(listed)}")
-    targets = [_target(one, tokenizer) if isinstance(one, str) else int(one) for one in listed]
+    subject = Subject(nn.Identity(), tokenizer)
+    targets = [subject.token(word) if isinstance(word, str) else int(word) for word in listed]
     checks.index_array("targets", targets, len(logits))
     return targets
 
 
-def _target(word: str, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    if tokenizer is None:
-        raise ValueError("a target given as text needs a tokenizer: pass tokenizer=..., or the token's id")
-    ids = cast(list[int], tokenizer(word, add_special_tokens=False)["input_ids"])
-    if len(ids) != 1:
-        raise ValueError(
-            f"a target must be one token, but {word!r} is {len(ids)}: {[tokenizer.decode([token]) for token in ids]}. "
-            "Many vocabularies need a space before the word, as in ' Paris'"
-        )
-    return ids[0]
-
-
 def _promoted(watched: Sequence[LayerWatch], frozen: Directions, count: int, subject: Subject) -> tuple[Promoted, ...]:
     places, heads, effects = (
-        torch.cat([one.joined(name) for one in watched], dim=1).cpu() for name in ("places", "heads", "effects")
+        torch.cat([one.joined(name) for one in watched], dim=1).cpu() for name in ("places", "heads", "sizes")
     )
     which = torch.repeat_interleave(torch.tensor([one.joined("places").shape[1] for one in watched]))
     order = effects.abs().masked_fill(places < 0, -1).argsort(dim=1, descending=True)
@@ -258,126 +339,3 @@ def _texts(reader: LayerReader, layers: Sequence[LayerTrace]) -> dict[int, str]:
         return {}
     ids = torch.cat([one.ids[one.ids >= 0] for one in layers]).unique().tolist()
     return {one.id: one.text for one in source.store.get([entry for entry in ids if entry in source.store]) if one.text}
-
-
-class LayerWatch:
-    """Watches one layer and keeps the `top` strongest entries for each position.
-
-    `pieces` holds blocks of positions: "places" of entries in a reading (-1: none) and columns named as in
-    `LayerTrace`.
-    """
-
-    def __init__(self, reader: LayerReader, stream: Stream, frozen: Directions | None, top: int, by: By) -> None:
-        self.reader, self._stream, self._frozen, self._top, self._by = reader, stream, frozen, top, by
-        self.pieces: list[dict[str, Tensor]] = []
-        self._heads = 1
-
-    def see(self, reading: LayerReading) -> None:
-        """Keep the strongest entries of a reading; a second call of the layer replaces the first."""
-        read = reading.scores.shape[-2:]  # heads, entries
-        scores = reading.scores[0].flatten(0, -3)  # some families flatten a batch
-        weights = reading.weights.flatten(0, -3)
-        ids = None if reading.ids is None else reading.ids.flatten(0, -3)
-        self._heads, self.pieces = read[0], []
-        step = max(1, _WEIGHTS // max(1, read.numel()))
-        for start in range(0, len(self._stream.positions), step):
-            rows = self._stream.positions[start : start + step]
-            towards = None if self._frozen is None else self._frozen.rows[start : start + step]
-            kind = wide(weights.dtype)
-            table = self._tabled(scores[rows].to(kind), weights[rows].to(kind), None if ids is None else ids[rows])
-            self.pieces.append(self._strongest(*table, towards))
-
-    def joined(self, name: str) -> Tensor:
-        return torch.cat([piece[name] for piece in self.pieces])
-
-    def finish(self, effects: Mapping[tuple[Kind, int], Tensor]) -> LayerTrace:
-        layer = self.reader.layer
-        if not self.pieces:
-            raise ValueError(f"layer {layer} did not read its entries in the forward pass")
-        places, heads, scores = self.joined("places"), self.joined("heads"), self.joined("scores")
-        distinct, column = _distinct(places)
-        thresholds = torch.zeros_like(scores)
-        if len(distinct):
-            thresholds = self.reader.thresholds(distinct).detach()[0, heads.clamp(min=0), column].to(scores)
-        hide = partial(torch.masked_fill, mask=places < 0, value=0)
-        return LayerTrace(
-            layer,
-            self._stream.paths[layer],
-            self.reader.num_entries * self._heads,
-            self.reader.ids(places).masked_fill(places < 0, -1).cpu(),
-            heads.cpu(),
-            hide(scores).cpu(),
-            hide(thresholds).cpu(),
-            hide(self.joined("weights")).cpu(),
-            hide(self.joined("norms")).cpu(),
-            None if self._frozen is None else hide(self.joined("effects")).cpu(),
-            self.joined("active").cpu(),
-            self.joined("output_norm").cpu(),
-            self.joined("explained").cpu(),
-            effects.get(("entries", layer)),
-            effects.get(("attention", layer)),
-        )
-
-    def _tabled(self, scores: Tensor, weights: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Spread scores and weights to one column per entry that any token read; also return the entries' places."""
-        if ids is None:
-            return scores, weights, self.reader.every().to(scores.device)
-        places, column = _distinct(ids)
-        if not len(places):  # no token read an entry: make one column, with weight 0
-            places = self.reader.every()[:1].to(ids.device)
-        shape = (*ids.shape[:-1], len(places))
-        spread = torch.where(ids >= 0, weights, 0)
-        table = spread.new_zeros(shape).scatter_add(-1, column, spread)
-        # An entry that was not read has no score; it counts as lower than all scores.
-        absent = torch.finfo(scores.dtype).min
-        read_scores = torch.where(ids >= 0, scores, absent)
-        return scores.new_full(shape, absent).scatter_reduce(-1, column, read_scores, "amax"), table, places
-
-    def _strongest(self, scores: Tensor, weights: Tensor, places: Tensor, rows: Tensor | None) -> dict[str, Tensor]:
-        norms = weights.new_empty(weights.shape[1:])
-        effects = torch.full_like(weights, float("nan"))
-        total = weights.new_zeros(())
-        for block, values in self._values(torch.arange(len(places), device=places.device), places, weights):
-            norms[:, block] = values.norm(dim=-1)
-            total = total + torch.einsum("phe,hed->pd", weights[..., block], values)
-            if rows is not None:
-                effects[..., block] = weights[..., block] * torch.einsum("pd,hed->phe", rows, values)
-        size = (weights.abs() * norms if self._by == "norm" else effects.abs()).masked_fill(weights == 0, -1)
-        width = min(self._top, self._heads * self.reader.num_entries)
-        flat = functional.pad(size.flatten(1), (0, max(0, width - size[0].numel())), value=-1)
-        largest, order = flat.topk(width, dim=-1)
-        fired = largest >= 0
-        order = torch.where(fired, order, 0)
-        kept = weights.new_zeros(weights.shape).flatten(1)
-        kept = kept.scatter_add(-1, order, torch.where(fired, _pick(weights, order), 0)).view(weights.shape)
-        written = weights.new_zeros(())
-        for block, values in self._values((order % len(places)).unique(), places, weights):
-            written = written + torch.einsum("phe,hed->pd", kept[..., block], values)
-        output_norm = total.norm(dim=-1)
-        return {
-            "places": torch.where(fired, places[order % len(places)], -1),
-            "heads": torch.where(fired, order // len(places), -1),
-            "scores": _pick(scores, order),
-            "weights": _pick(weights, order),
-            "norms": _pick(weights.abs() * norms, order),
-            "effects": _pick(effects, order),
-            "active": (scores > 0).flatten(1).sum(dim=-1),
-            "output_norm": output_norm,
-            "explained": 1 - torch.where(output_norm > 0, (total - written).norm(dim=-1) / output_norm, 0),
-        }
-
-    def _values(self, columns: Tensor, places: Tensor, like: Tensor) -> Generator[tuple[Tensor, Tensor]]:
-        """Yield blocks of columns with their entries' values [heads, columns, model_dim]."""
-        for block in columns.split(max(1, _BLOCK // self._heads)):
-            yield block, self.reader.values(places[block]).detach().to(like)
-
-
-def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct ids without -1, and each id's index among them (arbitrary for -1)."""
-    distinct = ids[ids >= 0].unique()
-    return distinct, torch.searchsorted(distinct, ids).clamp(max=max(len(distinct) - 1, 0))
-
-
-def _pick(table: Tensor, order: Tensor) -> Tensor:
-    """Gather from the flattened [heads, entries] of each position."""
-    return table.flatten(1).gather(1, order)

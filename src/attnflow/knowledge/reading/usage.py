@@ -14,6 +14,7 @@ from attnflow.knowledge.layered import ExpertEntries, LayerEntries, LayerReader,
 from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.results import ActivityReport, LayerActivity
 from attnflow.models.passes.watching import Call, Watch
+from attnflow.models.subject import DECODER, ENCODER
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
     busy = next((reader.layer for reader in layers if reader.observer is not None), None)
     if busy is not None:
         raise ValueError(f"the readings of layer {busy} are being watched already: end that block first")
-    seen = Activity()
+    counts = Activity()
     mask: Tensor | None = None
     steps = 0  # tokens of each sequence in this forward pass, where the model was given ids or embeddings
 
@@ -54,9 +55,9 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
         nonlocal mask, steps
         arguments = call.arguments()
         given = arguments.get("attention_mask", arguments.get("kwargs", {}).get("attention_mask"))
-        given_tokens = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
-        steps = next((one.shape[1] for one in given_tokens if isinstance(one, Tensor) and one.ndim > 1), 0)
-        two_sided = "decoder_input_ids" in arguments or "decoder_inputs_embeds" in arguments
+        inputs = (arguments.get(name) for name in ENCODER)
+        steps = next((tokens.shape[1] for tokens in inputs if isinstance(tokens, Tensor) and tokens.ndim > 1), 0)
+        two_sided = any(name in arguments for name in DECODER)
         mask = given.bool() if isinstance(given, Tensor) and given.ndim == 2 and not two_sided else None
 
     def see(reader: LayerReader, reading: LayerReading) -> None:
@@ -67,19 +68,15 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
         elif mask is not None and steps and tokens == (len(mask) * steps,):  # a batch that was flattened
             counted = mask[:, mask.shape[1] - steps :].flatten()
         # Another total means that entries were passed in place of the model's base.
-        own = isinstance(reader, LayerEntries) or (
-            reading.certificate is not None and reading.certificate.total == reader.num_entries
-        )
-        if reading.ids is not None and own:
-            seen.may_read(reading.layer, reader.ids(torch.arange(reader.num_entries, device=reading.ids.device)))
+        total = None if reading.certificate is None else reading.certificate.total
+        if reading.ids is not None and (isinstance(reader, LayerEntries) or total == reader.num_entries):
+            counts.may_read(reading.layer, reader.ids(torch.arange(reader.num_entries, device=reading.ids.device)))
         fires = reading.scores[0] > 0 if isinstance(reader, ExpertEntries) else None  # gates of any function
-        seen.see(reading, reader.ids, counted, fires)
+        counts.see(reading, reader.ids, counted, fires)
 
-    with (
-        Watch({"model": model}, take, everywhere=True),
-        observed([(reader, partial(see, reader)) for reader in layers]),
-    ):
-        yield seen
+    observers = [(reader, partial(see, reader)) for reader in layers]
+    with Watch({"model": model}, take, everywhere=True), observed(observers):
+        yield counts
 
 
 class Activity:
@@ -95,10 +92,9 @@ class Activity:
         counted: Bool[Tensor, "*tokens"] | None = None,
         fires: Bool[Tensor, "*tokens heads read"] | None = None,
     ) -> None:
-        """Count one reading.
+        """Count one reading; `ids` maps positions to ids, `counted` selects tokens (None: all).
 
-        `ids` maps positions to ids, `counted` selects tokens (None: all), and `fires` marks the active entries. By
-        default an entry is active if its weight is positive; in gated layers, if its activated gate is positive.
+        By default an entry fires if its weight is positive; in gated layers, if its activated gate is positive.
         """
         if fires is None:
             # Of gated layers, weight = act(gate) * up. Signs, because the product of two small numbers may be 0.
@@ -113,10 +109,10 @@ class Activity:
             counts.read_all &= reading.certificate is None
             positions = reading.ids.flatten(0, -3) if counted is None else reading.ids[counted.to(fires.device)]
             counts.add(*ids(positions[active_here]).cpu().unique(return_counts=True))
-        each = active_here.sum(dim=(1, 2))
-        counts.tokens += len(each)
-        counts.active += int(each.sum())
-        counts.most = max([counts.most, *each.tolist()])
+        per_token = active_here.sum(dim=(1, 2))
+        counts.tokens += len(per_token)
+        counts.active += int(per_token.sum())
+        counts.most = max([counts.most, *per_token.tolist()])
 
     def may_read(self, layer: int, ids: Int[Tensor, " entries"]) -> None:
         """Register the entries that a layer may read, so that unused ones count as dead."""
@@ -138,13 +134,13 @@ class Activity:
         Raises:
             ValueError: no forward pass was counted.
         """
-        seen = {layer: counts for layer, counts in sorted(self._layers.items()) if counts.tokens}
-        if not seen:
+        layers = {layer: counts for layer, counts in sorted(self._layers.items()) if counts.tokens}
+        if not layers:
             raise ValueError("run a forward pass of the model inside the block before report()")
-        layers = tuple(counts.summary(layer) for layer, counts in seen.items())
-        everything = torch.cat([counts.ids for counts in seen.values()]).unique()
-        dead = everything[~torch.isin(everything, torch.cat([counts.alive for counts in seen.values()]))]
-        return ActivityReport(layers, len(everything), tuple(dead.tolist()))
+        everything = torch.cat([counts.ids for counts in layers.values()]).unique()
+        dead = everything[~torch.isin(everything, torch.cat([c.ids[c.fired > 0] for c in layers.values()]))]
+        summaries = tuple(counts.summary(layer) for layer, counts in layers.items())
+        return ActivityReport(summaries, len(everything), tuple(dead.tolist()))
 
 
 class _Counts:
@@ -156,19 +152,13 @@ class _Counts:
         self.tokens = self.active = self.most = 0  # tokens, active entries of all tokens and of any one
         self.read_all = True
 
-    @property
-    def alive(self) -> Int[Tensor, " entries"]:
-        return self.ids[self.fired > 0]
-
     def add(self, ids: Tensor, fired: Tensor) -> None:
         if torch.equal(ids, self.ids):
             self.fired += fired
             return
-        both = torch.cat([self.ids, ids])
-        self.ids, place = both.unique(return_inverse=True)
-        fresh = torch.zeros(len(self.ids), dtype=torch.int64)
-        self.fired = fresh.index_add(0, place, torch.cat([self.fired, fired]))
+        self.ids, place = torch.cat([self.ids, ids]).unique(return_inverse=True)
+        self.fired = torch.zeros_like(self.ids).index_add(0, place, torch.cat([self.fired, fired]))
 
     def summary(self, layer: int) -> LayerActivity:
-        entries, dead = len(self.ids), len(self.ids) - len(self.alive)
+        entries, dead = len(self.ids), int((self.fired == 0).sum())
         return LayerActivity(layer, self.tokens, entries, self.read_all, self.active / self.tokens, self.most, dead)

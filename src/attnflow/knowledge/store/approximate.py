@@ -19,11 +19,10 @@ _LEAST: Final = 8  # the fewest lists that a query reads
 
 
 class ApproximateSearch:
-    """Searches the index of a table; without one, LanceDB compares all entries.
+    """Searches the index of a table; LanceDB compares entries that came after it, and without one all.
 
     `recall` is the share of the ten best that it found with stored entries as queries; `probes` is the number of lists
     read, doubled until recall reaches `RECALL`.
-    LanceDB compares entries that came after the index one by one.
     """
 
     def __init__(self, table: EntryTable, rows: EntryRows) -> None:
@@ -47,16 +46,16 @@ class ApproximateSearch:
 
     def best(self, rows: EntryRows, queries: Floats, column: int | None, k: int) -> tuple[Tensor, Tensor]:
         """Return scores in falling order and ids of each query's k best found, padded with -inf and -1."""
-        asked = np.zeros((len(queries), rows.width), dtype=np.float32)  # [query | onehot(column)]
-        asked[:, : rows.dim] = queries
+        wide = np.zeros((len(queries), rows.width), dtype=np.float32)  # [query | onehot(column)]
+        wide[:, : rows.dim] = queries
         if column is not None:
-            asked[:, rows.dim + column] = 1
+            wide[:, rows.dim + column] = 1
         scores = np.full((len(queries), k), -np.inf, dtype=np.float32)
         ids = np.full((len(queries), k), -1)
         for start in range(0, len(queries) if k else 0, QUERIES):
-            block = asked[start : start + QUERIES]
-            owners, found = self._table.nearest(block, k, self.probes)
-            places = rows.places(found)
+            block = wide[start : start + QUERIES]
+            owners, near = self._table.nearest(block, k, self.probes)
+            places = rows.places(near)
             owners, places = owners[places >= 0], places[places >= 0]  # another process may have written since
             products = np.einsum("nd,nd->n", rows.values[places], block[owners])
             order = np.lexsort((-products, owners))

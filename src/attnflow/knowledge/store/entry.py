@@ -92,7 +92,6 @@ def identifiers(name: str, values: Indices, rows: int | None = None) -> IntArray
 
 
 def strings(name: str, values: Sequence[str | None] | None, rows: int) -> list[str | None]:
-    """Check `values` and return them as a list of str or None; all None if not given."""
     if values is None:
         return [None] * rows
     if isinstance(values, str) or not isinstance(cast(object, values), Sequence | np.ndarray):
@@ -103,7 +102,6 @@ def strings(name: str, values: Sequence[str | None] | None, rows: int) -> list[s
 
 
 def string(name: str, value: object) -> str | None:
-    """Check that a value is None or a string that can be encoded."""
     if not isinstance(value, str | None):
         raise TypeError(f"{name} must be a string or None, got {value!r} of type {type(value).__name__}")
     try:
@@ -124,20 +122,19 @@ def columns(
     before = [old.get(key, {}) for key in ids.tolist()]
     now = datetime.now(UTC)
     if old:  # later than before, whatever the clock says
-        now = max(now, max(one["updated"] for one in old.values()) + timedelta(microseconds=1))
+        now = max(now, max(record["updated"] for record in old.values()) + timedelta(microseconds=1))
     return {
         "id": ids,
-        "text": [one.get("text") if text is None else text for text, one in zip(texts, before, strict=True)],
-        "source": [one.get("source") if name is None else name for name, one in zip(sources, before, strict=True)],
+        "text": [was.get("text") if text is None else text for text, was in zip(texts, before, strict=True)],
+        "source": [was.get("source") if name is None else name for name, was in zip(sources, before, strict=True)],
         "encoder": [encoder] * len(ids),
-        "version": [one.get("version", 0) + 1 for one in before],
-        "created": [one.get("created", now) for one in before],
+        "version": [was.get("version", 0) + 1 for was in before],
+        "created": [was.get("created", now) for was in before],
         "updated": [now] * len(ids),
     }
 
 
 def snapshot_name(name: str | None, taken: Sequence[str]) -> str:
-    """Check that a snapshot's name is valid and free; by default choose the next number."""
     if name is None:
         return next(free for i in count(len(taken) + 1) if (free := f"snapshot-{i}") not in taken)
     if not isinstance(cast(object, name), str) or not _NAME.fullmatch(name):

@@ -59,7 +59,6 @@ class EntryRows:
         return np.where(self.ids[places] == ids, places, -1)
 
     def take(self, ids: IntArray) -> Float[Tensor, "ids width"]:
-        """Copy the rows of these ids; unknown ids raise `KeyError`."""
         places = self.places(ids)
         if len(ids) and places.min() < 0:
             raise KeyError(f"the store has no entries with ids {preview(ids[places < 0])}")
@@ -110,7 +109,7 @@ class EntryRows:
 
     def best(self, queries: Floats, column: int | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the scores (falling), ids and active counts (score > 0) of each query's k best; k rows must exist."""
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        results: list[tuple[Tensor, Tensor, Tensor]] = []
         for part in _chunks(queries):
             active = torch.zeros(len(part), dtype=torch.int64)
             best = torch.full((len(part), k), -torch.inf)
@@ -125,8 +124,8 @@ class EntryRows:
                     values, where = padded(scores[query, place], place + start, query, len(scores))
                 merged, order = torch.cat([best, values], dim=1).topk(k, dim=1)
                 best, slots = merged, torch.cat([slots, where], dim=1).gather(1, order)
-            found.append((best, slots, active))
-        scores, slots, active = (torch.cat(parts) for parts in zip(*found, strict=True))
+            results.append((best, slots, active))
+        scores, slots, active = (torch.cat(parts) for parts in zip(*results, strict=True))
         return scores, torch.from_numpy(self.ids[slots.numpy()]), active
 
     def above(self, queries: Floats, column: int | None, bound: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,12 +144,11 @@ class EntryRows:
         return *padded(*ordered, count=len(queries)), torch.from_numpy(active)
 
     def _column(self, column: int | None) -> int | None:
-        thresholds = self.width - self.dim
         if column is None:
             return None
-        if not thresholds:
+        if self.width == self.dim:
             raise ValueError(f"the store has no threshold columns, got threshold_column={column}: leave it out")
-        return integer("threshold_column", column, maximum=thresholds - 1)
+        return integer("threshold_column", column, maximum=self.width - self.dim - 1)
 
     def _blocks(self, queries: Floats, column: int | None) -> Iterator[tuple[int, Floats]]:
         """Yield (first row, scores [queries, rows of the block])."""

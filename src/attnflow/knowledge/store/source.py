@@ -45,19 +45,8 @@ class EntrySource:
         # The rows that were last read, and their entries as models have them.
         self._read: tuple[EntryRows, dict[tuple[torch.device, torch.dtype], Tensor]] = (store.now(), {})
 
-    @property
-    def dim(self) -> int:
-        return self.store.dim
-
-    @property
-    def num_entries(self) -> int:
-        return len(self.store)
-
-    def ids(self) -> Int64[Tensor, " entries"]:
-        return self.store.ids()
-
     def rows(self, ids: Indices | None = None) -> Float[Tensor, "entries width"]:
-        """[E | columns] of these ids, by default of all as in `ids()`; an unknown id raises `KeyError`."""
+        """[E | columns] of these ids, by default of all as in `store.ids()`; an unknown id raises `KeyError`."""
         return self.store.now().tensor if ids is None else self.store.rows(ids)
 
     @untraced  # entries may be edited between two tokens
@@ -68,7 +57,7 @@ class EntrySource:
             self._read = read = (rows, {})
         key = like.device, like.dtype
         if key not in read[1]:
-            read[1][key] = rows.tensor[:, : self.dim].to(like)
+            read[1][key] = rows.tensor[:, : rows.dim].to(like)
         return read[1][key]
 
     def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int | None) -> Neighbours:
@@ -79,8 +68,8 @@ class EntrySource:
         else:
             near = rows.range(queries, cast(float, retrieval.threshold), column)
         places = torch.from_numpy(rows.places(near.ids.numpy().ravel())).view(near.ids.shape)
-        found = rows.tensor[places.clamp(min=0)] if len(rows) else rows.tensor.new_zeros(*places.shape, rows.width)
-        return replace(near, rows=found.masked_fill_((places < 0)[..., None], 0))
+        read = rows.tensor[places.clamp(min=0)] if len(rows) else rows.tensor.new_zeros(*places.shape, rows.width)
+        return replace(near, rows=read.masked_fill_((places < 0)[..., None], 0))
 
     @torch.no_grad()
     def thresholds(self, rows: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"] | None:
@@ -88,12 +77,12 @@ class EntrySource:
         return None if self._thresholds is None else self._thresholds(rows).float()
 
     def stale(self, tolerance: float = 1e-4) -> Int64[Tensor, " n"]:
-        stale = [torch.zeros(0, dtype=torch.int64)]
+        stale, dim = [torch.zeros(0, dtype=torch.int64)], self.store.dim
         for ids in self.store.ids().split(_BLOCK):
             rows = self.rows(ids)
-            computed = self.thresholds(rows[:, : self.dim])
+            computed = self.thresholds(rows[:, :dim])
             if computed is not None:
-                stale.append(ids[((computed - rows[:, self.dim :]).abs() > tolerance).any(dim=1)])
+                stale.append(ids[((computed - rows[:, dim:]).abs() > tolerance).any(dim=1)])
         return torch.cat(stale)
 
     def write_thresholds(self) -> None:

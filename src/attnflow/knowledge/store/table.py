@@ -37,7 +37,6 @@ class StoreError(AttnflowError):
 
 
 def check_uri(uri: str) -> None:
-    """Raise a ValueError for a uri that cannot name a store, before anything is read or written."""
     if not uri or ("://" in uri and not uri.startswith(_REMOTE)):
         raise ValueError(
             f'uri must be a directory, "memory" or "s3://bucket/path", got {uri!r}; give another '
@@ -73,10 +72,10 @@ class EntryTable:
         self._close: Callable[[], object] = lambda: None
         here = Path(uri).absolute() if is_directory(uri) else None
         if here is not None:
-            held = [path.name for path in here.iterdir() if path.name != _LOCK] if here.is_dir() else []
-            if held and f"{_TABLE}.lance" not in held:
+            names = [path.name for path in here.iterdir() if path.name != _LOCK] if here.is_dir() else []
+            if names and f"{_TABLE}.lance" not in names:
                 raise StoreError(f"{here} is not a store of attnflow: it holds other files")
-            if not held and (read_only or dim is None):
+            if not names and (read_only or dim is None):
                 raise _nothing(uri, read_only)
         if here is not None and not read_only:
             self._close = weakref.finalize(self, _locked(here))
@@ -119,7 +118,6 @@ class EntryTable:
             return bool(self._table.list_indices())
 
     def make_index(self) -> bool:
-        """Make LanceDB's index of the vectors, by inner products, unless there is one."""
         from lancedb.index import IvfFlat
 
         if self.indexed:
@@ -139,10 +137,10 @@ class EntryTable:
         """Find the k largest inner products of each query with rows, by the index: (queries' numbers, ids)."""
         with failures(f"the store {self.uri} cannot be searched"):
             search = self._table.search(queries).distance_type("dot").limit(k)
-            found = (search.nprobes(lists) if lists else search).select(["id", "_distance"]).to_arrow()
-        ids = found["id"].to_numpy()
+            near = (search.nprobes(lists) if lists else search).select(["id", "_distance"]).to_arrow()
+        ids = near["id"].to_numpy()
         # LanceDB numbers the queries, in int32, only where there are several.
-        owners = found["query_index"].to_numpy() if len(queries) > 1 else np.zeros(len(ids))
+        owners = near["query_index"].to_numpy() if len(queries) > 1 else np.zeros(len(ids))
         return owners.astype(np.int64), ids
 
     def records(self, ids: IntArray) -> dict[int, dict[str, Any]]:
@@ -159,7 +157,7 @@ class EntryTable:
     def counts(self, name: str) -> dict[Any, int]:
         with failures(f"the store {self.uri} cannot be read"):
             values = self._table.search().select([name]).to_arrow()[name]
-        return {one["values"]: one["counts"] for one in values.value_counts().to_pylist()}
+        return {pair["values"]: pair["counts"] for pair in values.value_counts().to_pylist()}
 
     def put(self, columns: Mapping[str, Iterable[Any]], vectors: Floats) -> bool:
         arrow, schema = self._arrow, self._table.schema
@@ -201,13 +199,12 @@ class EntryTable:
         """Merge files and drop older versions, except snapshots and all versions since the first of them."""
         with failures(f"the files of {self.uri} were not compacted"):
             tagged = {tag["version"] for tag in self._table.tags.list().values()}
-            dates = [one["timestamp"] for one in self._table.list_versions() if one["version"] in tagged]
+            dates = [old["timestamp"] for old in self._table.list_versions() if old["version"] in tagged]
             ages = [datetime.now(date.tzinfo) - date + timedelta(minutes=1) for date in dates]
             self._table.optimize(cleanup_older_than=max([keep, *ages]))
             self._version, self._commits = self._table.version, 0
 
     def bytes_on_disk(self) -> int | None:
-        """Size of all files of a directory; None elsewhere."""
         if not is_directory(self.uri):
             return None
         return sum(path.stat().st_size for path in Path(self.uri).rglob("*") if path.is_file())
@@ -257,21 +254,20 @@ class EntryTable:
         time = a.timestamp("us", tz="UTC")
         fields = [("id", a.int64()), *((name, a.string()) for name in _TEXTS), ("version", a.int64())]
         fields += [("created", time), ("updated", time), ("vector", a.list_(a.float32(), dim + columns))]
-        said = {_FORMAT: b"1", b"num_thresholds": str(columns).encode()}
-        return self._database.create_table(_TABLE, schema=a.schema(fields, metadata=said))
+        metadata = {_FORMAT: b"1", b"num_thresholds": str(columns).encode()}
+        return self._database.create_table(_TABLE, schema=a.schema(fields, metadata=metadata))
 
     def _describe(self, dim: int | None, num_thresholds: int | None) -> None:
         schema = self._table.schema
-        said = schema.metadata or {}
-        if said.get(_FORMAT) != b"1":
+        metadata = schema.metadata or {}
+        if metadata.get(_FORMAT) != b"1":
             raise StoreError(f"{self.uri} is not a store of attnflow of format 1, but another database of LanceDB")
-        self.num_thresholds = int(said[b"num_thresholds"])
+        self.num_thresholds = int(metadata[b"num_thresholds"])
         self.dim = schema.field("vector").type.list_size - self.num_thresholds
-        for name, asked in (("dim", dim), ("num_thresholds", num_thresholds)):
-            if asked not in (None, getattr(self, name)):
+        for name, given in (("dim", dim), ("num_thresholds", num_thresholds)):
+            if given not in (None, has := getattr(self, name)):
                 raise ValueError(
-                    f"the store at {self.uri} has {name}={getattr(self, name)}, got {name}={asked}: leave it out, or "
-                    "open another"
+                    f"the store at {self.uri} has {name}={has}, got {name}={given}: leave it out, or open another"
                 )
 
 

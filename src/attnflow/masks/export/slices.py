@@ -15,7 +15,7 @@ from attnflow._core.checks import IntArray
 from attnflow._core.results import Result
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.export.varlen import NotExpressible, end_to_end, sequences
-from attnflow.masks.intervals import IntervalRows, ragged
+from attnflow.masks.intervals import IntervalRows, offsets, ragged
 from attnflow.masks.mask import Mask
 
 # How the (first key, last key) of a query differ from those of the query before, by the type of MagiAttention's slice.
@@ -109,12 +109,12 @@ def _forbidden(mask: Mask) -> tuple[IntArray, IntArray, bool]:
     lower, upper = np.full((num_keys, 2), n), np.zeros((num_keys, 2), np.int64)
     if n == num_keys and bool((rows.ends <= rows.row_index() + 1).all()):
         below = forbidden.intersection(IntervalRows.build(key, 0, key + 1, n, n))
-        if _runs_per_key(below).max(initial=0) <= 1:
+        if _changes(below)[0].cover().max(initial=0) <= 1:  # runs of each key
             runs = transposed(below)
             lower[runs.row_index()] = np.stack([runs.starts, runs.ends], 1)
             upper[:, 1] = key
             return lower, upper, True
-    count = _runs_per_key(forbidden)
+    count = _changes(forbidden)[0].cover()
     if count.max(initial=0) > 2:
         at = int(np.argmax(count > 2))
         stretches = IntervalRows.from_bool(~rows.holds(np.arange(n), np.full(n, at))[None]).row(0)
@@ -133,7 +133,7 @@ def _forbidden(mask: Mask) -> tuple[IntArray, IntArray, bool]:
 def transposed(rows: IntervalRows) -> IntervalRows:
     (row, key), (last_row, last_key) = (part.expand() for part in _changes(rows))
     first, last = row[np.argsort(key, kind="stable")], last_row[np.argsort(last_key, kind="stable")]
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(key, minlength=rows.num_keys))]).astype(np.int64)
+    indptr = offsets(np.bincount(key, minlength=rows.num_keys))
     return IntervalRows(indptr, first.astype(np.int32), last.astype(np.int32), rows.num_rows)
 
 
@@ -142,11 +142,6 @@ def _changes(rows: IntervalRows) -> tuple[IntervalRows, IntervalRows]:
     empty = IntervalRows(np.zeros(2, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32), rows.num_keys)
     here, before = (IntervalRows.stack(parts, rows.num_keys) for parts in ([rows, empty], [empty, rows]))
     return here.intersection(before.complement()), before.intersection(here.complement())
-
-
-def _runs_per_key(rows: IntervalRows) -> IntArray:
-    """Number of runs of rows that hold each key, int64[keys]."""
-    return _changes(rows)[0].cover()
 
 
 @dataclass(frozen=True, eq=False)

@@ -131,11 +131,7 @@ def varlen(mask: Mask | MaskGrid) -> Varlen:
 
 @dataclass(frozen=True)
 class Bands:
-    """Documents end to end with one window, aligned to the bottom right corner as in flash-attn.
-
-    Query i of a document of Q queries and K keys attends to keys i + K - Q - left to i + K - Q + right of it. If `left`
-    or `right` is None, that side has no limit.
-    """
+    """Documents end to end; query i of one sees its keys i + K - Q - left to i + K - Q + right (None: no limit)."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -144,7 +140,6 @@ class Bands:
 
     @property
     def causal(self) -> bool:
-        """Whether nothing after the diagonal is seen."""
         return self.right == 0
 
     @property
@@ -169,11 +164,7 @@ class Bands:
 
 
 def bands_of(mask: Mask, format: str) -> Bands:
-    """Finds the fewest documents and the window that give a mask, or raises NotExpressible.
-
-    The search is complete: if any cut gives the mask, so does the cut at every place that no pair crosses, with the
-    farthest reach of a query as the window. A square mask is cut into square documents; any other is one document.
-    """
+    """Finds the fewest documents and the window of a mask: it is cut at every place that no pair crosses."""
     first, last = _one_interval(mask, format)
     if mask.num_queries != mask.num_keys:
         return _same(mask, _with_window((mask.num_queries,), (mask.num_keys,), first, last), first, last, format)
@@ -208,7 +199,6 @@ def bands_of_batch(masks: list[Mask], format: str) -> Bands:
 
 
 def _one_interval(mask: Mask, format: str) -> tuple[IntArray, IntArray]:
-    """(first key, last key + 1) of each query, (0, 0) for a query without keys."""
     rows = mask.intervals()
     count = np.diff(rows.indptr)
     torn = np.flatnonzero(count > 1)
@@ -247,7 +237,6 @@ def _differing(bands: Bands, first: IntArray, last: IntArray) -> int | None:
 
 
 def _same(mask: Mask, bands: Bands, first: IntArray, last: IntArray, format: str) -> Bands:
-    """The bands; raises NotExpressible, with a pair, if they are not the mask."""
     query = _differing(bands, first, last)
     if query is None:
         return bands

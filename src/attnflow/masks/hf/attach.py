@@ -39,12 +39,7 @@ class MaskHandle(Handle):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        backend: str,
-        masks: Mapping[str, AnyMask],
-        interception: Interception,
-        unchecked: str,
+        self, model: nn.Module, backend: str, masks: Mapping[str, AnyMask], interception: Interception, unchecked: str
     ) -> None:
         super().__init__(model)
         self.backend = backend
@@ -143,13 +138,13 @@ def attach(
     >>> handle.backend, handle.active
     ('sdpa', False)
     """
-    model = Subject.of(model).model
+    subject = Subject.of(model)
     crop = boolean("crop", crop)
     options = ("flex_on_cpu", flex_on_cpu, get_args(FlexOnCpu)), ("other_mixers", other_mixers, get_args(OtherMixers))
     for name, value, choices in options:
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    sites = Subject(model).sites
+    model, sites = subject.model, subject.sites
     by_batch = isinstance(mask, str) and mask == "batch" and per_layer is None
     masks = {} if by_batch else _assign(sites, mask, per_layer, layers)
     if by_batch and layers is not None:
@@ -191,10 +186,7 @@ def attach(
 def _refuse_mixing(
     model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site], keep: bool, beside: Sequence[str]
 ) -> str:
-    """Raises UnsupportedArchitecture if something besides attention mixes positions (unless `keep`).
-
-    It also raises if the stack calls none of its attention modules. Returns why a run could not check it, else "".
-    """
+    """Raises if something beside attention mixes positions; returns why no run could check it, else ""."""
     mixers = ", ".join(beside[:4]) + (f" and {len(beside) - 4} more" if len(beside) > 4 else "")
     check = Check() if beside and not keep else check_stack(model, owner, sites)
     if not check.used:
@@ -245,7 +237,6 @@ def _assign(
 
 
 def _by_part(sites: Sequence[Site], value: object) -> Mapping[str, object]:
-    """The requested masks of each part of the model; the only part of a model is named ""."""
     two = any(site.part for site in sites)
     if not isinstance(value, Mapping):
         if two:

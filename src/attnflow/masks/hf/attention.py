@@ -23,8 +23,6 @@ Native = tuple[AttentionMask, Tensor | None]  # a mask as a kernel takes it; que
 
 
 class Positions:
-    """Offsets and padding of one forward pass; each layer derives its mask from them."""
-
     def __init__(self, request: MaskRequest) -> None:
         eager = not torch.compiler.is_compiling()
         self._shape = request.batch_size, request.num_queries, request.num_keys
@@ -32,7 +30,10 @@ class Positions:
         self.padding, self.left = request.pads()
         # Only outside of a trace: the leading pads, and the end of what is real, of each sequence as Python integers.
         self._lefts = tuple(cast(list[int], self.left.tolist())) if eager and self.left is not None else None
-        self._ends = _real_ends(self.padding) if eager and self.padding is not None else None
+        self._ends: tuple[int, ...] | None = None
+        if eager and self.padding is not None:
+            slots = torch.arange(1, self.padding.shape[1] + 1, device=self.padding.device)
+            self._ends = tuple(cast(list[int], (self.padding * slots).amax(-1).tolist()))
         self._masks: dict[tuple[object, ...], Native] = {}
 
     def native(
@@ -147,7 +148,6 @@ class Positions:
         return forms.looks_ahead
 
     def _check_length(self, forms: MaskForms, span: Span, what: str) -> None:
-        """Raises if slots beyond the mask are not padding."""
         size = forms.mask.num_keys
         needed = span.end
         if self.padding is not None and not torch.compiler.is_compiling():
@@ -193,11 +193,6 @@ class Positions:
         return (table[query[:, :, None], key[:, None, :]] & below[:, :, None] & inside[:, None, :])[:, None]
 
 
-def _real_ends(padding: Tensor) -> tuple[int, ...]:
-    slots = torch.arange(1, padding.shape[1] + 1, device=padding.device)
-    return tuple(cast(list[int], (padding * slots).amax(-1).tolist()))
-
-
 def _own_padding(mask: Tensor, batch: int, keys: int) -> MaskRequest | None:
     """The request that a model could have made, of a mask of its own for padding alone, [batch, 1, 1, keys]."""
     if tuple(mask.shape) not in ((batch, 1, 1, keys), (1, 1, 1, keys)):
@@ -225,7 +220,6 @@ class MaskedAttention:
         return attend(call, proceed, route, native)
 
     def _check(self, call: AttentionCall) -> None:
-        """Raises unless there is a mask for each sequence and head of the call."""
         for masked, size, what in zip(self.forms.shape, call.query.shape, ("sequences", "heads"), strict=False):
             if masked not in (1, size):
                 raise ValueError(
@@ -327,7 +321,6 @@ class BatchAttention:
         return attend(call, proceed, route, _native(mask, num_keys, route, call.query))
 
     def _check(self, rows: Tensor, batch: int, heads: int, queries: int, keys: int) -> None:
-        """Raises unless the masks fit this call; reads values only for a cache."""
         sequences, own_heads, _, size = rows.shape
         if size != queries or rows.shape[2] in (1, queries):
             pairs = rows.shape[2] in (1, queries)

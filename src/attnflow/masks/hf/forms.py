@@ -51,7 +51,6 @@ class MaskForms:
 
     @cached_property
     def pieces(self) -> tuple[IntArray, IntArray, IntArray]:
-        """(query, first key, last key + 1) of the intervals of the mask."""
         rows = self.mask.intervals()
         return rows.row_index(), rows.starts.astype(np.int64), rows.ends.astype(np.int64)
 
@@ -130,7 +129,6 @@ class GridForms:
 
     @untraced
     def block_mask(self, span: Span, device: torch.device) -> BlockMask:
-        """The BlockMask of one call without padding."""
         key = (span, str(device))
         made = self._blocks.pop(key, None)  # other threads may make and drop the same
         if made is None:
@@ -146,11 +144,7 @@ class GridForms:
     def padded_block_mask(
         self, span: Span, padding: Tensor, left: tuple[int, ...], key_only: bool, device: torch.device
     ) -> BlockMask:
-        """The BlockMask of one call on a padded batch, exact per sequence: O(batch x rows x intervals).
-
-        `padding` is bool[batch, >= span keys], False at slots to skip; `left` counts leading pads per sequence and
-        shifts the mask's positions, those of keys alone if `key_only` (cross-attention).
-        """
+        """The BlockMask of a padded batch; `left` pads shift a mask's positions (of keys, if `key_only`)."""
         padding = padding & (torch.arange(padding.shape[1], device=padding.device) < span.end)
         keys = padding[:, span.first_key : span.first_key + span.num_keys].cpu().numpy()
         forms = self.parts * (1 if len(self.parts) > 1 else len(left))

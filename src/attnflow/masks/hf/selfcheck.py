@@ -25,10 +25,7 @@ _VECTORS: Final = ("hidden_states", "inputs_embeds")  # what forwards call one v
 
 @dataclass(frozen=True)
 class Check:
-    """What a run of a stack showed while each position attended to itself alone.
-
-    `moved` lists positions that changed with another position's token; `unchecked` is why nothing is known, else "".
-    """
+    """`moved` are positions that changed with another one's token; `unchecked` is why nothing is known, else ""."""
 
     used: bool = True
     moved: tuple[int, ...] = ()
@@ -39,19 +36,15 @@ _checks: Final[WeakKeyDictionary[nn.Module, Check]] = WeakKeyDictionary()
 
 
 def check_stack(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
-    """Runs a stack of `model` on two sequences that differ in one token, 2 x 4 tokens in all.
-
-    A stack that reads no tokens (audio, images) runs from where one vector for each position enters it.
-
-    The model and all random generators are restored.
-    """
+    """Runs a stack on two sequences of 4 tokens, or of vectors if it reads none; all is restored afterwards."""
     if owner not in _checks:
         _checks[owner] = _run(model, owner, [site for site in sites if site.owner is owner])
     return _checks[owner]
 
 
 def _run(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
-    if Subject(owner).without_numbers:
+    subject = Subject(owner)
+    if subject.without_numbers:
         return Check(unchecked="its weights are not loaded")
     text = owner.main_input_name == "input_ids"
     entry = None if text else _entry(model, owner, sites[0])
@@ -68,10 +61,9 @@ def _run(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Che
     try:
         with trial(model, dict.fromkeys(sites, alone), role="mask"):
             if entry is None:
-                token, other = Subject(owner).ordinary_tokens(2)
-                ids = [[token] * _LENGTH, [token] * _LENGTH]
-                ids[1][_CHANGED] = other
-                output = read(owner, ids, return_dict=True)
+                token, other = subject.ordinary_tokens(2)
+                changed = [other if place == _CHANGED else token for place in range(_LENGTH)]
+                output = read(owner, [[token] * _LENGTH, changed], return_dict=True)
             else:
                 output = entry()
     except DoesNotRun as error:  # named by the handle
@@ -94,10 +86,11 @@ def _entry(model: nn.Module, owner: PreTrainedModel, site: Site) -> Callable[[],
     inside = around[next((i for i, part in enumerate(around) if part is owner), 0) :]
     width = getattr(owner.config, "hidden_size", None)
     for part, name in product(inside, _VECTORS):
-        if isinstance(width, int) and name in Subject(part).parameters:
+        subject = Subject(part)
+        if isinstance(width, int) and name in subject.parameters:
             vectors = torch.randn(1, _LENGTH, width, generator=torch.Generator().manual_seed(0)).repeat(2, 1, 1)
             vectors[1, _CHANGED] *= -1
-            return partial(part, **{name: vectors.to(Subject(part).device, owner.dtype)})
+            return partial(part, **{name: vectors.to(subject.device, owner.dtype)})
     return None
 
 

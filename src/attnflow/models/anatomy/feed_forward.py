@@ -162,12 +162,7 @@ def find_feed_forward(model: nn.Module) -> list[FeedForward | PackedExperts]:
 
 
 def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) -> dict[str, Tensor]:
-    """Return the matrices, by name, of layers, and of modules built as the feed-forward ones, that no site covers.
-
-    Layers are the elements of lists with attention or sites; of lists with other mixers of positions the linear maps
-    count. Attention, recurrence, convolutions, norms, embeddings, residual-stream mixers and routers (one row for each
-    expert) are left out; everything else counts, whatever its name.
-    """
+    """Return the matrices, by name, of layers, and of modules built as the feed-forward ones, that no site covers."""
     covered = {id(parameter) for site in sites for parameter in _parameters(model, site)}
     rest: dict[str, Tensor] = {}
     names = [name for name, module in model.named_modules() if attends(module)]
@@ -272,10 +267,7 @@ def _linear(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def packed_experts(module: nn.Module, name: str = "") -> PackedExperts | None:
-    """Find how a module of experts is read, or None if no way fits.
-
-    Readings are compared with the module on a few random tokens and experts; on the meta device the first is taken.
-    """
+    """Find how a module of experts is read, by comparing on random tokens (on meta: the first way); or None."""
     readings = list(_readings(module, name))
     if readings and any(parameter.is_meta for parameter in module.parameters()):
         return readings[0]

@@ -19,10 +19,7 @@ _MIXER: Final = re.compile(
 
 
 def attends(module: nn.Module) -> bool:
-    """Whether a module calls transformers' attention interface, or is named attention (linear attention too).
-
-    Names catch families that compute attention themselves.
-    """
+    """Whether a module calls transformers' attention interface, or is named so, as those that compute it themselves."""
     return calls_interface(module) or _ATTENTION.search(type(module).__name__) is not None
 
 

@@ -39,11 +39,7 @@ class Site:
 
 
 def find_sites(model: object) -> tuple[Site, ...]:
-    """List the modules that call the attention interface, in order of registration.
-
-    `TypeError` for no module, `ValueError` for no transformers model inside, `UnsupportedArchitecture` if no module (of
-    a text model: none that reads text) calls the interface.
-    """
+    """List the modules that call the attention interface, in order of registration; raises where there are none."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a transformers model, got {type(model).__name__}: load one with af.load_model")
     owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
@@ -82,10 +78,7 @@ def find_sites(model: object) -> tuple[Site, ...]:
 
 
 def one_owner(sites: Sequence[Site]) -> list[Site]:
-    """Return the sites of one model that read its tokens; `ValueError` if there are several such models.
-
-    Of several models it is the outermost, if it holds sites itself and no inner one holds its embeddings (BridgeTower).
-    """
+    """Return the sites of the model that reads tokens: the outermost, unless an inner one holds its embeddings."""
     owners = {site.owner: site for site in sites}
     own = [site for site in sites if len(owners) == 1 or site.owner is site.around[0]]
     own = [site for site in own if not _reads_pixels(site)] or own
@@ -111,19 +104,12 @@ def _reads_pixels(site: Site) -> bool:
 
 
 def models_around(sites: Sequence[Site]) -> list[PreTrainedModel]:
-    """List the transformers models that contain `sites`, outermost first; each may request masks.
-
-    `generate` with a static cache uses the outermost config, a forward pass the innermost.
-    """
+    """List the models around `sites`, outermost first: `generate` asks the first config, a pass the last one."""
     return list(dict.fromkeys(owner for site in sites for owner in site.around))
 
 
 def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:
-    """List paths of mixers beside the self-attention at `sites`, which no mask controls.
-
-    These are attention-free layers among attention layers, recurrent, state-space or convolutional modules of known
-    classes, and convolutions wider than 1 inside a layer.
-    """
+    """List paths of mixers beside the attention at `sites`, which no mask controls, and layers without attention."""
     mixers: list[str] = []
     covered = [site.name for site in sites]
     for path in dict.fromkeys(site.layers for site in sites):
@@ -173,11 +159,7 @@ class Stack:
 
 
 def stack_of(model: nn.Module) -> Stack:
-    """Find the one list of layers whose self-attention calls the attention interface.
-
-    `ValueError` for no transformers model or several stacks (encoder and decoder, an image tower);
-    `UnsupportedArchitecture` for attention that bypasses the interface, or lies in several lists of one model.
-    """
+    """Find the one list of layers whose self-attention calls the attention interface; raises if there are several."""
     sites = [site for site in find_sites(model) if site.kind == "self"]
     if not sites:
         raise UnsupportedArchitecture(f"{type(model).__name__} has no self-attention on the attention interface")

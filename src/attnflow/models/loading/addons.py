@@ -66,10 +66,7 @@ class Addon:
         return str(self.base.get("name") or "")
 
     def check_base(self, here: Mapping[str, object], strict: bool = True) -> None:
-        """Raise `WrongBase` for a model that the add-on was not made for, given the model's `identity`.
-
-        Unless `strict`, other weights of the same sizes pass.
-        """
+        """Raise `WrongBase` for a model of another `identity`; unless `strict`, other weights of its sizes pass."""
         named = f" ({self.base_name})" if self.base_name else ""
         for name in here:
             if name not in ("name", "samples") and self.base.get(name) != here[name]:
@@ -104,10 +101,7 @@ def save_addon(
     config: Mapping[str, object],
     base: Mapping[str, object],
 ) -> Path:
-    """Write an add-on to a folder, which is created if need be; other files there stay.
-
-    Returns the folder. `ValueError` for tensors on the meta device, sharded over processes, or with NaN or infinity.
-    """
+    """Write an add-on to a folder, which is returned; other files there stay. `ValueError` for what cannot be saved."""
     if any(tensor.is_meta for tensor in tensors.values()):
         raise ValueError(f"the {kind} is on the meta device, where it has no values to save")
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
@@ -131,11 +125,7 @@ def save_addon(
 
 
 def read_addon(folder: str | os.PathLike[str], kind: str) -> Addon:
-    """Read the add-on of a kind from a folder, and check it whole.
-
-    A missing one raises `FileNotFoundError`; one that is damaged, not finite or of another kind or version
-    `ValueError`.
-    """
+    """Read the add-on of a kind from a folder, and check it whole; `ValueError` for one that is damaged."""
     path = Path(folder) / f"{kind}.safetensors"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no saved {kind}: {path.name} is missing")
@@ -165,10 +155,7 @@ def read_addon(folder: str | os.PathLike[str], kind: str) -> Addon:
 
 
 def identity(config: object, layers: Sequence[nn.Module], without: str, **sizes: object) -> dict[str, object]:
-    """Identify a base model by name, type, sizes, and a few weights of its first, middle and last layer.
-
-    Skips parameters whose name contains `without`, such as adapters; weights are recognised in any precision.
-    """
+    """Identify a base model by its config, sizes, and a few weights of three layers, in any precision."""
     samples: list[float] = []
     for layer in (layers[0], layers[len(layers) // 2], layers[-1]):
         for name, parameter in layer.named_parameters():

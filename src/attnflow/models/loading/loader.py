@@ -302,10 +302,7 @@ def _tokenizer(folder: str, **gguf_file: str) -> PreTrainedTokenizerBase:
 def _load_gguf(
     file: Path, dtype: torch.dtype, tokenizer: bool, partial: bool, gaps: list[str]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load a GGUF file's model and, on request, its tokenizer, unpacked once into the cache.
-
-    The cache has it in float32, under the file's hash and the version of transformers.
-    """
+    """Load a GGUF file's model and, on request, its tokenizer; the cache has it in float32."""
     key = _key(file)
     model = _cached(
         f"{key}-model", AutoModelForCausalLM, lambda: _unpack(file, partial, gaps), gaps, dtype=torch.float32

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device that a model computes on, where its weights are brought to one; else that of its weights."""
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            return parameter.device
-        break
-    device = next((hook.execution_device for module in model.modules() for hook in _hooks(module)), None)
     first = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if first.type != "meta":
+        return first
+    device = next((hook.execution_device for module in model.modules() for hook in _hooks(module)), None)
     return first if device is None else torch.device(device)
 
 

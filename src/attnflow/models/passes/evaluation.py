@@ -62,10 +62,7 @@ def examining(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Run in eval mode; training flags and all random generators are restored afterwards.
-
-    If flags change, other threads that are in a call of the model end it first, and later calls wait.
-    """
+    """Run in eval mode, and restore flags and random generators; if flags change, calls in other threads wait."""
     trains = any(module.training for module in model.modules())
     with alone_with(model.modules()) if trains else nullcontext(), examining(model):
         training = [(module, module.training) for module in model.modules()]
@@ -97,10 +94,8 @@ class WithoutDropout(TorchFunctionMode):
 def unchanged(model: nn.Module) -> Generator[None]:
     """Restore every module's attributes, parameters, buffers, submodules and hooks, and what calls wrote into buffers.
 
-    Counters, rotary tables and load statistics are buffers or attributes that a forward pass writes. transformers adds
-    hooks that collect hidden states in a model's first pass, and an attribute that says so. Threads take turns, and
-    those that call the model wait. Compiled parts run eagerly. Costs a copy of the buffers. Raises `RuntimeError`
-    inside a transform of `torch.func`, where its passes would be transformed, too.
+    Passes write counters, rotary tables and load statistics there, and transformers adds hooks in a model's first pass.
+    Threads take turns, and those that call the model wait. Compiled parts run eagerly. Costs a copy of the buffers.
     """
     if cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
@@ -170,17 +165,17 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
 
 
 @contextmanager
-def still(model: nn.Module) -> Generator[None]:
+def still(model: nn.Module, *, exact: bool = True) -> Generator[None]:
     """Hold the model in eval mode, eager and without gradients of parameters; everything is restored.
 
-    A model in float64 computes all of itself in float64, its norms and softmax too.
+    If `exact`, a model in float64 computes all of itself in float64, its norms and softmax too.
     """
-    first = next(model.parameters())
+    doubled = exact and next(model.parameters()).dtype == torch.float64
     with (
         unchanged(model),  # threads take turns: what follows must not read another's state
         cast(Any, torch.compiler).set_stance("force_eager"),
         evaluating(model),
-        precision(model, torch.float64 if first.dtype == torch.float64 else None),
+        precision(model, torch.float64 if doubled else None),
         torch.autocast(device_of(model).type, enabled=False),
         torch.inference_mode(False),
         torch.enable_grad(),

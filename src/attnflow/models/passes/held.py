@@ -5,9 +5,9 @@ remains between the first layer and the logits is affine, and its derivative tim
 carries to the answer (explain.md, "The mathematics"). The forward pass is the model's own: only derivatives are held,
 and a `Switch` sends a backward pass either along the held derivatives or along those of the model.
 
-A sublayer is found by its place. What calls the attention interface attends, and derivatives pass through its values.
-The `writers` that the caller names write entries. Every other module of a layer that owns a matrix, and lies in no
-block that attends, is a source as a whole (mixers), or a gate where its output is no vector of the stream.
+A sublayer is found by its place. What calls the attention interface passes derivatives through its values. The
+`writers` that the caller names write entries. Every other module of a layer that owns a matrix, and lies in no block
+that attends, is a source as a whole (mixers), or a gate where its output is no vector of the stream.
 """
 
 from __future__ import annotations
@@ -22,17 +22,24 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.anatomy.mixing import moves_between_positions
 from attnflow.models.anatomy.sites import Site, models_around, one_owner
 from attnflow.models.passes.evaluation import REFUSALS, refusal, still
-from attnflow.models.passes.interception import AttentionCall, Output, Proceed, intercept, readable_implementation
-from attnflow.models.passes.reads import HeldNorm, hold, may_be_norm
+from attnflow.models.passes.interception import (
+    AttentionCall,
+    Interception,
+    Output,
+    Proceed,
+    in_force,
+    intercept,
+    readable_implementation,
+)
+from attnflow.models.passes.reads import hold, may_be_norm
 from attnflow.models.passes.recording import alike, owns_matrix
-from attnflow.models.passes.switch import Constant, Cut, Either, Route, Routed, Switch, carried
+from attnflow.models.passes.stream import added_to
+from attnflow.models.passes.switch import Constant, Either, Route, Routed, Secants, Stop, Switch, carried
 from attnflow.models.passes.watching import (
     Arguments,
     Call,
@@ -46,12 +53,6 @@ from attnflow.models.passes.watching import (
 from attnflow.models.subject import Subject
 
 _CLOSE: Final = 1e-4  # of the largest output of an attention, for weights that a kernel returns beside it
-_CURVED: Final = frozenset[Any](
-    [
-        *(functional.gelu, functional.relu, functional.silu, functional.tanh, functional.sigmoid, functional.softplus),
-        *(torch.tanh, torch.relu, torch.sigmoid, Tensor.tanh, Tensor.relu, Tensor.sigmoid, functional.elu),
-    ]
-)  # activations of heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,7 @@ class HeldAttention:
     weights: Tensor
     values: Tensor
     output: Tensor  # of the graph, [1, queries, heads, value_dim]
-    call: AttentionCall
+    added: Tensor | None  # what an attached bias adds to the scores, [1, heads or 1, queries, keys]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +105,7 @@ class HeldPass:
     """One forward pass of a model with its graph; `with` frees it. Memory is that of a step of training.
 
     `writers` are the modules, by path, whose outputs are sums of entries; calls of `scorers` are kept in `scored`. With
-    `gated`, nothing but the values passes through an attention module: its gates keep their values, and it must not add
-    its input to its output.
+    `gated`, nothing but values passes through an attention module: it must not add its input to its output.
     """
 
     def __init__(
@@ -174,9 +174,8 @@ class HeldPass:
             places[route.place] += route.constant
         of = dict(zip(map(id, reached), grads, strict=False))
         filled = [torch.zeros_like(p) if (grad := of.get(id(p))) is None else grad for p in points]
-        sizes = (len(self.arrivals), len(self.attentions), len(self.written), len(self.ends))
-        rest = iter(filled)
-        arrivals, attentions, written, ends = ([next(rest) for _ in range(size)] for size in sizes)
+        rest, parts = iter(filled), (self.arrivals, self.attentions, self.written, self.ends)
+        arrivals, attentions, written, ends = ([next(rest) for _ in part] for part in parts)
         return Derivatives(arrivals, attentions, written, dict(zip(self.ends, ends, strict=True)), places)
 
     # -------- the forward pass
@@ -188,7 +187,6 @@ class HeldPass:
         whole = {path: m for prefix in self.halves for path, m in self._whole(prefix)}
         quiet = {inner for m in (*whole.values(), *self._writers) for inner in m.modules()}  # nothing held passes
         small = {n: m for n, m in model.named_modules() if may_be_norm(m) and m not in quiet}
-        around = models_around(list(self.sites.values()))
         with ExitStack() as stack:
             stack.enter_context(Watch(small, leave=self._held_small))
             stack.enter_context(Watch(layers, self._enter_layer, self._leave_layer))
@@ -198,32 +196,31 @@ class HeldPass:
             if gated:
                 sites = {s.name: s.module for s in self.sites.values()}
                 stack.enter_context(Watch(sites, self._enter_site, self._leave_site))
-            readable = {readable_implementation(site.owner.config) for site in self.sites.values()}
-            interceptors = dict.fromkeys(self.sites, self._attend)
+            own = [readable_implementation(site.owner.config) for site in self.sites.values()]
             try:
-                interception = intercept(around, interceptors, role="look", implementation="eager")
+                looking = self._intercepted("eager")
             except UnsupportedArchitecture:  # a module without eager attention: its weights are read off identities
-                interception = intercept(around, interceptors, role="look", implementation=readable.pop())
-            stack.callback(interception.remove)
-            stack.enter_context(_Secants(self))
+                looking = self._intercepted(own[0])
+            stack.callback(looking.remove)
+            stack.enter_context(Secants(self.secant))
             yield
+
+    def _intercepted(self, implementation: str) -> Interception:
+        around, interceptors = models_around(list(self.sites.values())), dict.fromkeys(self.sites, self._attend)
+        return intercept(around, interceptors, role="look", implementation=implementation)
 
     @contextmanager
     def _with_biases(self) -> Generator[None]:
         """Let constants be differentiated: they carry a part of the value."""
         model = self.subject.model
         owners = [module for module in model.modules() if owns_matrix(module) or not may_be_norm(module)]
-        every = (
-            (name, tensor) for group in (model.named_parameters(), model.named_buffers()) for name, tensor in group
-        )
+        every = (*model.named_parameters(), *model.named_buffers())
         mine = {id(t) for m in owners for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
         named = {n: t for n, t in every if id(t) in mine and n.endswith("bias") and t.is_floating_point()}
-        biases = list(named.values())
-        flags = [(bias, bias.requires_grad) for bias in biases]
+        flags = [(bias, bias.requires_grad) for bias in named.values()]
         try:
-            for bias in biases:
-                bias.requires_grad_(True)
             for name, bias in named.items():
+                bias.requires_grad_(True)
                 place = f"{self.prefix(name)}.{self.number(name)}" if self.prefix(name) else ""
                 self._biases[id(bias)] = Constant(bias.detach(), get_gradient_edge(bias), place)
             yield
@@ -277,7 +274,7 @@ class HeldPass:
         prefix = self.prefix(path)
 
         def begun(tensor: Tensor) -> Tensor:
-            cut = Cut.apply(self.switch, tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
+            cut = Stop.apply(self.switch, tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
             return cast(Tensor, cut)
 
         cut = mapped(output, begun)
@@ -297,17 +294,14 @@ class HeldPass:
         if not x.requires_grad or not output.requires_grad:
             return None
         norm = hold(call.module, x.detach(), output.detach())
-        if norm is not None:
-            if not self._open and any(torch.equal(x, end) for end in self.ends.values() if end.shape == x.shape):
-                self.final_gain = norm.gain.detach()
-            return Either.apply(self.switch, output, self._norm(norm, x))
-        flat = not any(True for _ in call.module.parameters())
-        return self.secant(x, output) if flat and x.shape == output.shape else None
-
-    def _norm(self, norm: HeldNorm, x: Tensor) -> Tensor:
+        if norm is None:
+            flat = not any(True for _ in call.module.parameters())
+            return self.secant(x, output) if flat and x.shape == output.shape else None
+        if not self._open and any(torch.equal(x, end) for end in self.ends.values() if end.shape == x.shape):
+            self.final_gain = norm.gain.detach()
         bias = norm.bias.detach().requires_grad_()
         self._norms.append(Constant(bias.detach(), get_gradient_edge(bias), self._open[-1][0] if self._open else ""))
-        return norm.gain * norm.reduced(x) * norm.scale + bias
+        return Either.apply(self.switch, output, norm.gain * norm.reduced(x) * norm.scale + bias)
 
     def secant(self, x: Tensor, real: Tensor) -> Tensor | None:
         """An activation between the last layer and the logits, linear at its quotient in this pass."""
@@ -325,7 +319,7 @@ class HeldPass:
         def cut(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.requires_grad:
                 return value
-            behind = Cut.apply(self.switch, value)
+            behind = Stop.apply(self.switch, value)
             entered.append((value, behind))
             return behind
 
@@ -344,16 +338,23 @@ class HeldPass:
             route = Route(value, [cut for _, cut in entered], inner, self._open[-1][0])
             self.routes.append(route)
             value = Routed.apply(self.switch, value, route, *[outer for outer, _ in entered])
-        query, key = (Cut.apply(self.switch, t) for t in (call.query, call.key))
-        output, weights = proceed(call.replace(query=query, key=key, value=value))
+        width = value.shape[-1]
+        with torch.no_grad():
+            added = added_to(call)
+        once = bool(in_force(call.module, "bias"))  # such a call cannot be made twice: its weights come with its output
+        output, weights = proceed(call.replace(value=torch.cat([value, _identity(value)], -1) if once else value))
         if output.ndim == 3:  # some kernels join the heads
-            output = output.unflatten(-1, (query.shape[1], -1))
-        if query.shape[0] != 1:
-            raise UnsupportedArchitecture(f"{call.module} attends in {query.shape[0]} sequences: expected one")
-        values = value.detach()[0].repeat_interleave(query.shape[1] // value.shape[1], 0)
-        table = self._weights(call, proceed, output, weights, values)
-        site = self.sites[call.module]
-        self.attentions.append(HeldAttention(site, self._open[-1][1], table, values, output, call))
+            output = output.unflatten(-1, (call.query.shape[1], -1))
+        if len(output) != 1:
+            kind = type(call.module).__name__
+            raise UnsupportedArchitecture(f"{kind} attends in {len(output)} sequences at once: expected one")
+        if once:
+            output, weights = output[..., :width], output[..., width:].transpose(1, 2)
+        values = value[0].repeat_interleave(call.query.shape[1] // value.shape[1], 0)
+        table = self._weights(call, proceed, output, weights, values.detach())
+        output = Either.apply(self.switch, output, (table @ values).transpose(0, 1)[None])
+        site, number = self.sites[call.module], self._open[-1][1]
+        self.attentions.append(HeldAttention(site, number, table, values.detach(), output, added))
         return output, weights
 
     def _weights(
@@ -368,11 +369,8 @@ class HeldPass:
             table = weights.detach().reshape(weights.shape[-3:])
             if bool((table @ values - wanted).abs().amax() <= _CLOSE * wanted.abs().amax()):
                 return table
-        keys = call.value.shape[2]
-        identity = torch.eye(keys, dtype=call.value.dtype, device=call.value.device)
-        plain = {name: getattr(call, name).detach() for name in ("query", "key")}
         with torch.no_grad():
-            measured = proceed(call.replace(**plain, value=identity.expand(1, call.value.shape[1], keys, keys)))[0]
+            measured = proceed(call.replace(value=_identity(call.value)))[0]
         measured = measured.unflatten(-1, (wanted.shape[0], -1)) if measured.ndim == 3 else measured
         table = measured[0].transpose(0, 1)
         if not bool((table @ values - wanted).abs().amax() <= _CLOSE * wanted.abs().amax()):
@@ -380,23 +378,6 @@ class HeldPass:
                 f"{type(call.module).__name__} is not linear in its values, so that its weights are not known"
             )
         return table
-
-
-class _Secants(TorchFunctionMode):
-    """Holds the activations outside of layers: those of a head, and a softcap of the logits."""
-
-    def __init__(self, held: HeldPass) -> None:
-        super().__init__()
-        self._held = held
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        real = func(*args, **(kwargs or {}))
-        if func in _CURVED and isinstance(x := args[0], Tensor) and x.requires_grad:
-            secant = self._held.secant(x, real)
-            return real if secant is None else secant
-        return real
 
 
 def _lists_of(subject: Subject) -> dict[str, str]:
@@ -412,3 +393,8 @@ def _lists_of(subject: Subject) -> dict[str, str]:
     if flat:
         raise UnsupportedArchitecture(f"the attention of {subject.kind} lies in no list of layers ({flat[0]})")
     return lists
+
+
+def _identity(value: Tensor) -> Tensor:
+    """Values [1, heads, keys, keys] that attention turns into its weights."""
+    return torch.eye(value.shape[2], dtype=value.dtype, device=value.device).expand(1, value.shape[1], -1, -1)

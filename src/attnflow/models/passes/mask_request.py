@@ -47,10 +47,7 @@ class MaskRequest:
     derived: dict[object, Any] = field(default_factory=dict)  # what interceptors make of it, for all layers to share
 
     def pads(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return (real [batch, first_key + num_keys], False at pads; leading pads [batch]); each None without pads.
-
-        A compiled model cannot inspect its padding mask: there both are tensors whenever it has one.
-        """
+        """Return (real [batch, first_key + num_keys], leading pads [batch]); None without pads, unless compiled."""
         if self.padding is None:
             return None, None
         if "pads" not in self.derived:
@@ -77,10 +74,7 @@ class MaskRequest:
 
 
 def request_of(mask: object) -> MaskRequest | None:
-    """Return the request behind a mask that transformers made, or None if it is another's or was written to.
-
-    A copy (other device, or detached for checkpointing) is recognised by its values while the original lives.
-    """
+    """Return the request behind a mask of transformers, or a copy of it; None if it is another's or was written to."""
     request = getattr(mask, _REQUEST, None)
     if isinstance(mask, Tensor) and request is not None and _version(mask) != request.derived.get("version"):
         return None  # the model has written into it
@@ -119,10 +113,7 @@ def on_request(make: Callable[[MaskRequest], AttentionMask]) -> Callable[..., At
 
 
 def mask_function(implementation: str, replaced: bool) -> Callable[..., AttentionMask]:
-    """Return the mask function to register: transformers' own, which also notes its request.
-
-    With `replaced`, a mask must exist but is not used; under FlexAttention it says the padding alone.
-    """
+    """Return the mask function to register: transformers' own, noting its request; if `replaced`, not used."""
 
     def make(request: MaskRequest) -> AttentionMask:
         if replaced and implementation == FLEX:
@@ -186,11 +177,7 @@ class Asked:
 
 @contextmanager
 def asking() -> Generator[Asked, None, None]:
-    """Note what any model asks transformers for inside, in this thread, whatever its attention, without changing it.
-
-    Unlike `request_of`, it includes requests that needed no mask. Threads may overlap: transformers has one table of
-    mask functions, which is wrapped while anybody listens.
-    """
+    """Note what any model asks transformers for inside, in this thread, and requests that needed no mask."""
     listener = get_ident(), Asked()
     mapping = cast(dict[str, Callable[..., AttentionMask]], AttentionMaskInterface._global_mapping)
     with _lock:

@@ -5,14 +5,23 @@ A `Switch` says which. The values themselves are always the model's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+_CURVED: Final = frozenset[Any](
+    [
+        *(functional.gelu, functional.relu, functional.silu, functional.tanh, functional.sigmoid, functional.softplus),
+        *(torch.tanh, torch.relu, torch.sigmoid, Tensor.tanh, Tensor.relu, Tensor.sigmoid, functional.elu),
+    ]
+)  # activations of heads
 
 
 class Constant(NamedTuple):
@@ -41,7 +50,7 @@ class Either(torch.autograd.Function):
         return (None, None, grads[0]) if ctx.switch.held else (None, grads[0], None)
 
 
-class Cut(torch.autograd.Function):
+class Stop(torch.autograd.Function):
     """The value itself; no held derivative passes."""
 
     @staticmethod
@@ -90,3 +99,20 @@ class Route:
 def carried(constants: Sequence[Constant], grads: Sequence[Tensor | None]) -> list[float]:
     pairs = zip(constants, grads, strict=True)
     return [0.0 if grad is None else float((constant.value * grad).sum()) for constant, grad in pairs]
+
+
+class Secants(TorchFunctionMode):
+    """Holds the activations outside of layers: those of a head, and a softcap of the logits."""
+
+    def __init__(self, secant: Callable[[Tensor, Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self._secant = secant
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        real = func(*args, **(kwargs or {}))
+        if func in _CURVED and isinstance(x := args[0], Tensor) and x.requires_grad:
+            secant = self._secant(x, real)
+            return real if secant is None else secant
+        return real

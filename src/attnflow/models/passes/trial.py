@@ -43,10 +43,8 @@ def trial(
 ) -> Generator[None]:
     """Run the model inside in eval mode, eagerly and without gradients; nothing of that stays.
 
-    Masks that are attached sleep: they may be for other lengths and batches. Modes, random generators, and every
-    module's attributes, submodules and buffers are restored: models keep rotary tables there, and BigBird-Pegasus
-    replaces its attention on short inputs. Raises `DoesNotRun` if the model refuses its inputs. Costs a copy of the
-    buffers.
+    Masks that are attached sleep: they may be for other lengths. BigBird-Pegasus replaces its attention on short
+    inputs, and models keep rotary tables in buffers, of which it costs a copy. `DoesNotRun` if the model refuses.
     """
     with without_masks(), unchanged(model), evaluating(model), torch.no_grad():
         around = models_around(list(interceptors))

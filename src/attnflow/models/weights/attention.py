@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.anatomy.mixing import moves_between_positions
 from attnflow.models.loading.offload import parameter_of
 from attnflow.models.subject import Subject
 from attnflow.models.weights.checkpoints import BadCheckpoint, Weights, config_of
@@ -53,10 +54,7 @@ class AttentionLayer(Place):
     parameters: Mapping[str, nn.Parameter]  # of a model in memory, which hold query and key, perhaps among other rows
 
     def query(self) -> Float[Tensor, "out d_query"]:
-        """Return the query's weight, [num_heads * head_dim, d_query]; a checkpoint is read now.
-
-        In memory it is differentiable: a view if the heads lie in one run, a copy in interleaved and latent layouts.
-        """
+        """Return the query's weight, [num_heads * head_dim, d_query]; differentiable, or read from a file now."""
         return self.query_rows.load(self.read)
 
     def key(self) -> Float[Tensor, "kv_out d_key"]:
@@ -66,72 +64,48 @@ class AttentionLayer(Place):
     def write(
         self, query: Float[Tensor, "out d_query"] | None = None, key: Float[Tensor, "kv_out d_key"] | None = None
     ) -> None:
-        """Replace the weights of a model in memory in place; the rest of a fused parameter stays.
-
-        `UnsupportedArchitecture` for latent attention: its weights are products, whose factors are not unique.
-        """
+        """Replace the weights of a model in memory in place; the rest of a fused parameter stays."""
         for rows, weight in ((self.query_rows, query), (self.key_rows, key)):
             if weight is None:
                 continue
-            if not isinstance(rows, Selected):
-                raise UnsupportedArchitecture(
-                    f"{self.name} has queries or keys that are products (latent attention), which cannot be written"
-                )
+            assert isinstance(rows, Selected), "the factors of a product are not unique"
             if self.parameters[rows.tensor].is_meta:
                 raise UnsupportedArchitecture(
                     f"{self.name} cannot be written: its weights are offloaded or on the meta device; load it without "
                     "device_map and offload"
                 )
             with torch.no_grad():
-                expected = rows.take(self.parameters[rows.tensor]).shape
-                if weight.shape != expected:
-                    raise ValueError(
-                        f"{self.name}: expected a weight of shape {list(expected)}, got {list(weight.shape)}"
-                    )
                 rows.put(self.parameters[rows.tensor], weight)
 
 
-def attention_layers(model: nn.Module) -> list[AttentionLayer]:
-    """List the attention modules of a model in memory, by layer; a module shared by layers (ALBERT) appears once.
-
-    Costs one forward pass of 16 tokens. `UnsupportedArchitecture` for unknown attention, adapters on queries or keys,
-    and queries or keys that are no linear function of a token.
-    """
-    if not isinstance(cast(object, model), nn.Module):
-        raise TypeError(f"expected a torch module, got {type(model).__name__}")
-    parameters = dict(model.named_parameters(remove_duplicate=False))  # layers may share their weights
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+def attention_layers(model: nn.Module | Subject) -> list[AttentionLayer]:
+    """List the attention modules of a model in memory, each once, by layer, by one forward pass of 16 tokens."""
+    subject = Subject.of(model)
+    parameters = dict(subject.model.named_parameters(remove_duplicate=False))  # layers may share their weights
+    shapes = {name: tuple(parameter.shape) for name, parameter in subject.model.named_parameters()}
 
     def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
-        parameter = parameters[tensor] if not parameters[tensor].is_meta else parameter_of(model, tensor)
+        parameter = parameters[tensor] if not parameters[tensor].is_meta else parameter_of(subject.model, tensor)
         return parameter if rows is None else parameter[slice(*rows)]
 
     return [
         AttentionLayer(**vars(place), read=read, parameters={name: parameters[name] for name in place.tensors})
-        for place in _places(model, shapes, {})
+        for place in _places(subject, shapes, {})
     ]
 
 
-def projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projections | str]:
-    """Return what the queries and keys of each site consist of at run time, or why that is unknown.
-
-    Names are those of the model's own code, under adapters and quantisation too. Costs one forward pass of 16 tokens;
-    modules that it misses, such as those of a model of images or on the meta device, are called alone.
-    """
+def projections(model: nn.Module | Subject, sites: Sequence[Site]) -> dict[str, Projections | str]:
+    """Return what the queries and keys of each site consist of at run time, by one pass of 16 tokens, or why not."""
     from attnflow.models.weights.noise import traces
     from attnflow.models.weights.probe import projections_in
 
-    traced = traces(model, sites)
+    traced = traces(Subject.of(model), sites)
     read = {trace: projections_in(trace) for trace in dict.fromkeys(traced.values())}
     return {name: read[trace] for name, trace in traced.items()}
 
 
 def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) -> list[AttentionLayer]:
-    """List the attention modules of a checkpoint, in order; weights are read on demand.
-
-    `config` overrides entries of config.json. `BadCheckpoint` where layers lack tensors or head counts are no numbers;
-    `UnsupportedArchitecture` where queries and keys are unknown, do not fit the config, or are packed.
-    """
+    """List the attention modules of a checkpoint, in order, read on demand; `config` overrides config.json."""
     packed = sorted(name for name in weights.packed if is_query_or_key(name))
     if packed:
         raise UnsupportedArchitecture(
@@ -140,7 +114,7 @@ def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) 
         )
     try:
         if weights.module is not None:
-            places = _places(weights.module, weights.shapes, config or {})
+            places = _places(Subject(weights.module), weights.shapes, config or {})
         else:
             shapes, whole = weights.shapes, {**weights.config, **(config or {})}
             if wrong := misstated(whole):
@@ -158,10 +132,7 @@ def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) 
 
 
 def _with_defaults(config: Config) -> Config:
-    """Fill in the defaults of the config's family, also in nested configs; unchanged if unknown.
-
-    Released configs of models with several towers often list only what differs from these.
-    """
+    """Fill in the defaults of the config's family: released configs of several towers often list what differs."""
     try:
         from transformers import CONFIG_MAPPING
 
@@ -171,34 +142,29 @@ def _with_defaults(config: Config) -> Config:
         return config
 
 
-def _places(model: nn.Module, shapes: Shapes, config: Config) -> tuple[Place, ...]:
+def _places(subject: Subject, shapes: Shapes, config: Config) -> tuple[Place, ...]:
     """Return a place for each attention module: as its names suggest, corrected by the probe."""
-    root = {**config_of(next((part for part in model.modules() if hasattr(part, "config")), model)), **config}
-
-    at = dict(model.named_modules())
+    at = dict(subject.model.named_modules())
+    root = {**config_of(next((part for part in at.values() if hasattr(part, "config")), subject.model)), **config}
 
     def stated(path: str) -> Config:  # by torch's own attention
         return {word: n for word in _HEADS if isinstance(n := getattr(at[path], word, None), int)}
 
     pairs = registered(shapes, root, stated)
-    if not (
-        Subject(model).without_numbers or any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-    ):
+    if not subject.weights_elsewhere:
         try:
-            from attnflow.models.anatomy.sites import moves_between_positions
-
-            sites = Subject(model).sites
+            sites = subject.sites
         except (ImportError, ValueError, UnsupportedArchitecture):
             pass  # no transformers, no model of it, or one that goes past its interface
         else:  # recurrent layers have queries and keys, too
             mixers = {path for path, module in at.items() if moves_between_positions(module)}
-            pairs = _probed(model, sites, [(stem, place) for stem, place in pairs if stem.path not in mixers])
+            pairs = _probed(subject, sites, [(stem, place) for stem, place in pairs if stem.path not in mixers])
     return ordered(pairs, shapes, root)
 
 
-def _probed(model: nn.Module, sites: Sequence[Site], pairs: Pairs) -> Pairs:
+def _probed(subject: Subject, sites: Sequence[Site], pairs: Pairs) -> Pairs:
     from attnflow.models.weights.noise import traces
-    from attnflow.models.weights.probe import Unread, weights_in
+    from attnflow.models.weights.probe import weights_in
 
     stems = {site.name: Stem(site.name, "", "") for site in sites}
     numbered = any(stem.numbers for stem in (*stems.values(), *(stem for stem, _ in pairs)))
@@ -206,16 +172,17 @@ def _probed(model: nn.Module, sites: Sequence[Site], pairs: Pairs) -> Pairs:
     result = list(pairs)
     if not chosen:
         return result
-    probed = weights_in({site.name: site.module for site in chosen}, traces(model, chosen))
+    traced = traces(subject, chosen)
+    probed = weights_in({site.name: site.module for site in chosen}, traced)
     for site in chosen:
         named = [pair for pair in pairs if inside(pair[0].path, site.name)]
         certain = [place for _, place in named if isinstance(place, Place) and not place.discovered]
         weights = probed[site.name]
-        if isinstance(weights, Unread):
-            if certain or (named and not weights.ran):
+        if isinstance(weights, str):
+            if certain or (named and not traced[site.name].calls):
                 continue  # nothing speaks against what the registry says, be it a guess, which the result says
             place: Place | UnsupportedArchitecture = UnsupportedArchitecture(
-                f"{site.name} ({type(site.module).__name__}): {weights.why}"
+                f"{site.name} ({type(site.module).__name__}): {weights}"
             )
         elif certain and (
             isinstance(certain[0].key_rows, Composed) or weights.query_rows.head_dim != certain[0].head_dim

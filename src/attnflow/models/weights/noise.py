@@ -15,7 +15,6 @@ from typing import Final, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from attnflow.models.anatomy.sites import Site, models_around
 from attnflow.models.passes.evaluation import REFUSALS, refusal
@@ -57,17 +56,13 @@ class NoiseTrace:
             part.clear()
 
 
-def traces(model: nn.Module, sites: Sequence[Site]) -> dict[str, NoiseTrace]:
-    """Trace each attention module, by name, and leave the model unchanged.
-
-    Costs one forward pass of 16 sequences of one token; modules that it misses are called by themselves. So are copies
-    of those whose weights are not here (on the meta device, or sharded over devices), one for all that are built alike.
-    """
-    if not (Subject(model).without_numbers or any(isinstance(parameter, DTensor) for parameter in model.parameters())):
-        return _traces(model, sites)
+def traces(subject: Subject, sites: Sequence[Site]) -> dict[str, NoiseTrace]:
+    """Trace each attention module, by name; of those whose weights are elsewhere, one for all that are built alike."""
+    if not subject.weights_elsewhere:
+        return _traces(subject.model, sites)
     built = {site.name: (str(site.module), *(p.shape for p in site.module.parameters())) for site in sites}
     first = {built[site.name]: site for site in reversed(sites)}
-    made = {form: _traces(model, [_empty(site)], alone=True)[site.name] for form, site in first.items()}
+    made = {form: _traces(subject.model, [_empty(site)], alone=True)[site.name] for form, site in first.items()}
     return {site.name: made[built[site.name]] for site in sites}
 
 
@@ -207,10 +202,7 @@ def _vectors(module: nn.Module, value: Tensor) -> _Vectors | None:
 
 
 def _no_rotation(value: object) -> object:
-    """Replace a pair of cosines and sines, or each pair of a mapping, by ones and zeros.
-
-    At position 0 sines are 0, which tells pairs of (sin, cos) from the usual ones.
-    """
+    """Replace pairs of cosines and sines by ones and zeros; at position 0 sines are 0, which tells (sin, cos) apart."""
     if isinstance(value, Mapping):
         return {name: _no_rotation(pair) for name, pair in cast(Mapping[str, object], value).items()}
     if isinstance(value, tuple) and len(pair := cast(tuple[object, ...], value)) == 2:

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attnflow.models.loading.offload import parameter_of
-from attnflow.models.weights.families.rows import Composed, Piece, Selected, run_of, same_input
+from attnflow.models.weights.families.rows import Composed, Piece, Selected, run_of, same
 from attnflow.models.weights.noise import TOKENS, NoiseTrace
 
 OTHER_SEQUENCE: Final = "it attends to another sequence in the same call"
@@ -122,37 +122,25 @@ class ProbedWeights:
     num_kv_heads: int
 
 
-@dataclass(frozen=True)
-class Unread:
-    """Why queries and keys of an attention module were not read."""
-
-    why: str
-    ran: bool  # whether the module was seen at work; otherwise nothing speaks against what its names suggest
-
-
-def weights_in(modules: Mapping[str, nn.Module], traces: Mapping[str, NoiseTrace]) -> dict[str, ProbedWeights | Unread]:
-    """Derive the weights of traced attention modules, by path, in running order.
-
-    A module that attends to an earlier one's keys (shared key-value layers) gets that one's key weights.
-    """
-    result: dict[str, ProbedWeights | Unread] = {}
+def weights_in(modules: Mapping[str, nn.Module], traces: Mapping[str, NoiseTrace]) -> dict[str, ProbedWeights | str]:
+    """Derive the weights of modules in running order, or why not; who attends to earlier keys gets their weights."""
+    result: dict[str, ProbedWeights | str] = {}
     for name, module in modules.items():
         earlier = {traces[other]: read for other, read in result.items() if isinstance(read, ProbedWeights)}
         result[name] = _weights(_Reader(module, name, traces[name]), traces[name], earlier)
     return result
 
 
-def _weights(reader: _Reader, trace: NoiseTrace, earlier: Mapping[NoiseTrace, ProbedWeights]) -> ProbedWeights | Unread:
+def _weights(reader: _Reader, trace: NoiseTrace, earlier: Mapping[NoiseTrace, ProbedWeights]) -> ProbedWeights | str:
     if not trace.calls:
-        return Unread(trace.why, ran=False)
+        return trace.why
     query, key = trace.calls[0]
     if any(q.shape[1:2] + q.shape[3:] != query.shape[1:2] + query.shape[3:] for q, _ in trace.calls):
-        return Unread("it calls the attention interface several times, with heads of several shapes", ran=True)
+        return "it calls the attention interface several times, with heads of several shapes"
     if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
-        return Unread(
+        return (
             f"its {query.shape[1]} query heads of {query.shape[3]} do not share its {key.shape[1]} key heads of "
-            f"{key.shape[3]}",
-            ran=True,
+            f"{key.shape[3]}"
         )
     shared = next((read for other, read in earlier.items() if torch.equal(other.calls[0][1].to(key.device), key)), None)
     rows: list[Selected | Composed] = []
@@ -160,7 +148,7 @@ def _weights(reader: _Reader, trace: NoiseTrace, earlier: Mapping[NoiseTrace, Pr
         try:
             rows.append(shared.key_rows if shared and side == "keys" else reader.weight(heads))
         except NotLinear as error:
-            return Unread(f"its {side} {error}", ran=True)
+            return f"its {side} {error}"
     return ProbedWeights(rows[0], rows[1], query.shape[1], key.shape[1])
 
 
@@ -178,7 +166,7 @@ class _Reader:
         if any(part.shape[0] != TOKENS for part in parts):
             raise NotLinear(f"are of {tokens} positions when it reads {TOKENS} tokens")
         maps = [self._simple(self._map(part[:, at], head_dim)) for part in parts for at in range(part.shape[1])]
-        if any(not other.same(maps[0]) for other in maps):
+        if any(not same(other, maps[0]) for other in maps):
             raise NotLinear(f"are made in {len(maps)} ways, such as of other tokens or for several softmaxes")
         return maps[0]
 
@@ -220,7 +208,7 @@ class _Reader:
         if not float((expected - result).norm()) <= _LINEAR * float(result.norm()):
             return None
         inputs = [self._input(read) for read in reads]
-        if any(not same_input(other, inputs[0]) for other in inputs):
+        if any(not same(other, inputs[0]) for other in inputs):
             raise NotLinear(f"come out of {path}, which runs several times, on more than tokens")
         rows = Selected(f"{self._name}.{path}.weight".lstrip("."), head_dim, index, transposed)
         return Composed(head_dim, (Piece(rows, torch.arange(len(index)), None, inputs[0]),))

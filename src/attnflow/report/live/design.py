@@ -123,10 +123,9 @@ class MaskLayer:
 
 @dataclass(frozen=True)
 class Design:
-    """Everything that can be designed; `layers` holds one mask for all layers, or if `stacked` one for each.
+    """`layers` holds one mask for all, or if `stacked` one for each; `labels` are (position, data token).
 
-    `labels` are (position, data token) pairs; `sources` gives the data tokens of an input unless it is its own alone.
-    `tokens` has texts for the first positions.
+    `sources` gives the data tokens of an input unless it is its own alone, `tokens` texts for the first positions.
     """
 
     layers: tuple[MaskLayer, ...]
@@ -181,19 +180,15 @@ class Design:
         if layer.mask.num_queries == self.size:
             layers = tuple(layer if i == number else each for i, each in enumerate(self.layers))
             return replace(self, layers=layers), []
+        size = layer.mask.num_queries
         if len(self.layers) > 1:
-            raise ValueError(
-                f"the layers of a stack have as many positions each: expected {self.size}, got "
-                f"{layer.mask.num_queries}; remove the other layers first"
-            )
-        size, notices = layer.mask.num_queries, list[str]()
+            mistake = f"expected {self.size}, got {size}; remove the other layers first"
+            raise ValueError(f"the layers of a stack have as many positions each: {mistake}")
         labels = tuple(pair for pair in self.labels if max(pair) < size)
         sources = {i: made for i, made in self.sources.items() if i < size and max(made, default=0) < size}
-        if len(labels) < len(self.labels) or len(sources) < len(self.sources):
-            gone = len(self.labels) - len(labels) + len(self.sources) - len(sources)
-            notices.append(f"{gone} labels and inputs beyond position {size - 1} are gone")
-        new = Design((layer,), self.stacked, self.tokens[:size], sources, labels)
-        return new, notices
+        gone = len(self.labels) - len(labels) + len(self.sources) - len(sources)
+        notices = [f"{gone} labels and inputs beyond position {size - 1} are gone"] if gone else []
+        return Design((layer,), self.stacked, self.tokens[:size], sources, labels), notices
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -231,10 +226,8 @@ class Design:
     @classmethod
     def of_task(cls, task: Task) -> Design:
         if task.size > MAX_POSITIONS or len(task.masks) > MAX_LAYERS:
-            raise ValueError(
-                f"expected at most {MAX_POSITIONS:,} positions and {MAX_LAYERS} layers, got {task.size:,} and "
-                f"{len(task.masks)}"
-            )
+            limits = f"{MAX_POSITIONS:,} positions and {MAX_LAYERS} layers"
+            raise ValueError(f"expected at most {limits}, got {task.size:,} and {len(task.masks)}")
         layers = [{"mask": mask.to_dict()} for mask in task.masks]
         sources = [
             [i, *sorted(token.provenance)] for i, token in enumerate(task.inputs) if token.provenance != frozenset({i})
@@ -289,9 +282,8 @@ def tokens_of(values: object, size: int, where: str) -> tuple[str, ...]:
 def _positions(values: object, size: int, where: str, least: int, most: int | None = None) -> list[int]:
     numbers = [as_integer(each, where) for each in as_list(values, where)]
     if len(numbers) < least or (most is not None and len(numbers) > most):
-        raise ValueError(
-            f"{where}: expected {least if most == least else f'at least {least}'} positions, got {numbers}"
-        )
+        wanted = least if most == least else f"at least {least}"
+        raise ValueError(f"{where}: expected {wanted} positions, got {numbers}")
     for number in numbers:
         if not 0 <= number < size:
             raise ValueError(f"{where}: expected positions in [0, {size}), got {number}")

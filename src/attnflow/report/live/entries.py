@@ -17,7 +17,7 @@ from attnflow.report.live.operations import Reply
 
 if TYPE_CHECKING:
     from attnflow.knowledge.reading.provenance import Fired, Trace
-    from attnflow.knowledge.reading.results import EntryReport, Near, Pushed, Removal
+    from attnflow.knowledge.reading.results import EntryRemoval, EntryReport, Near, Pushed
 
 _SONNETS: Final = 12
 _TITLE: Final = 40  # characters; shorter parts of the sonnets are their numbers
@@ -42,38 +42,30 @@ def traced(trace: Trace, position: int) -> Reply:
 def _fired(one: Fired) -> Reply:
     return {
         "name": entry_name(one),
-        "entry": one.entry,
-        "layer": one.layer,
-        "head": one.head,
-        "text": one.text,
+        **fields(one, "entry", "layer", "head", "text"),
         "promotes": labels(one.promotes),
         "suppresses": labels(one.suppresses),
         **numbers(score=one.score, weight=one.weight, norm=one.norm),
-        **numbers(effect=one.effect, ablated=one.ablated_effect, lost=one.probability_effect),
+        **numbers(effect=one.effect, direct=one.direct_effect, ablated=one.ablated_effect, lost=one.probability_effect),
     }
 
 
 def described(found: EntryReport, trace: Trace, position: int) -> Reply:
     return {
-        "entry": found.entry,
-        "layer": found.layer,
-        "head": found.head,
+        **fields(found, "entry", "layer", "head", "without"),
         "norm": number(found.norm),
         "tokens": [token_label(text) for text in trace.tokens],
         "position": position,
         "weights": _weights(found, trace),
         "up": _pushed(found.raised),
         "down": _pushed(found.lowered),
-        "without": found.without,
         "near": {"value": _near(found.near_by_value), "key": _near(found.near_by_key)},
     }
 
 
 def fires(found: EntryReport) -> Reply:
     return {
-        "entry": found.entry,
-        "layer": found.layer,
-        "active": found.active,
+        **fields(found, "entry", "layer", "active"),
         "read": found.tokens_read,
         "examples": [
             {
@@ -88,20 +80,16 @@ def fires(found: EntryReport) -> Reply:
     }
 
 
-def removed(found: Removal) -> Reply:
-    return {
-        "entry": found.entry,
-        "position": found.position,
-        "kl": number(found.kl),
-        "changed": found.changed,
-        "rows": [
-            {
-                "token": token_label(one.token),
-                **numbers(before=one.before, after=one.after, change=one.after - one.before),
-            }
-            for one in found.chances
-        ],
-    }
+def removed(found: EntryRemoval) -> Reply:
+    rows = [
+        {"token": token_label(one.token), **numbers(before=one.before, after=one.after, change=one.after - one.before)}
+        for one in found.chances
+    ]
+    return {**fields(found, "entry", "position", "changed"), "kl": number(found.kl), "rows": rows}
+
+
+def fields(result: object, *names: str) -> Reply:
+    return {name: getattr(result, name) for name in names}
 
 
 def labels(tokens: Iterable[str]) -> str:

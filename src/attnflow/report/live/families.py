@@ -12,6 +12,7 @@ from attnflow._core.plain import as_integer, as_list, as_object, as_text
 from attnflow.masks.build import from_edges
 from attnflow.report.hasse_svg import diagram
 from attnflow.report.live.design import Design, MaskLayer
+from attnflow.report.live.entries import fields
 from attnflow.report.live.operations import Message, Reply, typed
 from attnflow.report.live.tiles import tile
 from attnflow.tasks.derivation import derive, named_families, with_mask
@@ -46,12 +47,7 @@ def families() -> Reply:
 
 
 def family(message: Message) -> Reply:
-    """Applies a family to the words of a text; returns its subtasks, the merged task, its nodes and leaks.
-
-    The message has "name", "text", "settings" (typed texts; empty ones keep their default), and "pairs" [query, key]
-    that the merged mask shall also allow. Cells give the position id (`column`) of an input and what it is made of.
-    Raises ValueError for an unknown family, too long a text, or settings that the family refuses.
-    """
+    """Applies the family "name" to the words of "text", with typed "settings" and more "pairs" that the mask allows."""
     entry = find(as_text(message.get("name"), "name"), named_families(), "family")
     words = _words(as_text(message.get("text"), "text"))
     values = _values(entry, message, len(words))
@@ -172,14 +168,8 @@ def _cell(token: Token, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _merged_cells(merged: MergedTask, words: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the cells of the merged task, each with its node and its lane, a row of the picture.
-
-    A lane holds one kind of input and each position id at most once; a cell stays in the previous lane if it can.
-    """
-    cells: list[dict[str, Any]] = []
-    kinds: list[str] = []
-    taken: list[set[int]] = []
-    lane = -1
+    """A lane, a row of the picture, holds one kind of input and each position id once; cells stay in it if they can."""
+    cells, kinds, taken, lane = list[dict[str, Any]](), list[str](), list[set[int]](), -1
     for token, node in zip(merged.task.inputs, merged.node.tolist(), strict=True):
         cell = _cell(token, words)
         free = [i for i, kind in enumerate(kinds) if kind == cell["kind"] and cell["column"] not in taken[i]]
@@ -212,31 +202,22 @@ def _nodes(task: Task, merged: MergedTask, report: LeakReport) -> list[Reply]:
     reads = [row.nonzero().flatten().tolist() for row in task.flow.reachability()]
     made = [token.provenance for token in task.inputs]
     labels = [[label.position, label.data_index, label.task] for label in task.labels]
-    nodes: list[Reply] = []
-    for number, positions in enumerate(merged.nodes):
-        below = sorted({position for place in positions for position in reads[place]})
-        nodes.append(
-            {
-                "positions": list(positions),
-                "members": members[number],
-                "reads": below,
-                "data": sorted(frozenset[int]().union(*(made[position] for position in below))),
-                "labels": [label for label in labels if label[0] in positions],
-                "leaks": [i for i, leak in enumerate(report.leaks[:_MAX_LEAKS]) if leak.position in positions],
-            }
-        )
-    return nodes
+    below = [sorted({position for place in places for position in reads[place]}) for places in merged.nodes]
+    return [
+        {
+            "positions": list(positions),
+            "members": members[number],
+            "reads": below[number],
+            "data": sorted(frozenset[int]().union(*(made[position] for position in below[number]))),
+            "labels": [label for label in labels if label[0] in positions],
+            "leaks": [i for i, leak in enumerate(report.leaks[:_MAX_LEAKS]) if leak.position in positions],
+        }
+        for number, positions in enumerate(merged.nodes)
+    ]
 
 
 def _leak(report: LeakReport, number: int, words: Sequence[str]) -> Reply:
     leak = report.leaks[number]
     token = leak.label.data_index
     assert token is not None
-    return {
-        "position": leak.position,
-        "token": token,
-        "word": words[token],
-        "carrier": leak.carrier,
-        "witness": list(leak.witness),
-        "route": leak.route,
-    }
+    return {"token": token, "word": words[token], **fields(leak, "position", "carrier", "witness", "route")}

@@ -25,9 +25,10 @@ from attnflow.knowledge.reading.provenance import Trace
 from attnflow.models import load_model
 from attnflow.models.passes.recording import ComponentName
 from attnflow.models.subject import Loaded, Subject
-from attnflow.report.attribution import Array, key_name, query_name, remark, row_of
+from attnflow.report.attribution_rows import key_name, query_name, remark, row_of
 from attnflow.report.audit import LISTED, effort, strips_of
 from attnflow.report.bias import table_of
+from attnflow.report.charts import Array
 from attnflow.report.geometry import SCORES, chance_bands, head_grid, reading_words, rows_of
 from attnflow.report.knowledge import ABLATED, active_shares, written
 from attnflow.report.live import entries
@@ -45,22 +46,7 @@ _RESULTS: Final = 4  # that are kept, so that another layer or token of them is 
 
 
 class ModelSession:
-    """Answers a page about one model, which only the server's command line names, never a page.
-
-    Operations of `handle`, each with plain data in and out:
-
-    - `model`: loads it, and returns its name and a sample text;
-    - `audit` of a "text": whether information flows against the declared order;
-    - `geometry`: symmetry and directionality of layers and heads;
-    - `bias` of a "text": strengths, and the map of a "layer" or of the last query;
-    - `trace` of a "text": which feed-forward entries fired, by name for a "position"; the first "ablate" of them are
-      also taken out of the model, one by one;
-    - `entry` of a "text": the page of an "entry", by default the one with the largest effect at a "position";
-    - `passages` of a "text": where in it, and in the sonnets, that "entry" has the largest weights;
-    - `without` of a "text": the next token after a "position" with that "entry" and without it;
-    - `why` of a "text": why a "head" of a "layer" attends from a "query" to a "key", by default the telling head;
-    - `next`, `explain`, `edge`, `take_out` and `fired` of a "text": the flow of one answer, see `Prompts`.
-    """
+    """Answers a page about one model, which only the server's command line names, never a page."""
 
     def __init__(self, name: str, bias_folder: str | None = None) -> None:
         self._name, self._bias = name, bias_folder
@@ -70,17 +56,18 @@ class ModelSession:
         self._report = lru_cache(_RESULTS)(knowledge.entry)
         self._reading = lru_cache(1)(geometry.reading)  # its pass is large
         self._with_entries: Loaded | None = None  # the model, converted once
+        # Each with plain data in and out; all but the first and "geometry" are about a "text".
         self._questions: Mapping[str, Callable[[Loaded, Message, Progress], Reply]] = {
             "model": self._about,
             "audit": self._audited,
             "geometry": lambda loaded, _, progress: _geometry(geometry.score(loaded.model, progress=progress)),
-            "bias": self._biased,
-            "trace": self._traced,
-            "entry": self._entry,
-            "passages": self._passages,
-            "without": self._without,
-            "why": self._why,
-            **Prompts(_ids).questions,
+            "bias": self._biased,  # strengths, and the map of a "layer" or of the last query
+            "trace": self._traced,  # the entries at a "position"; the first "ablate" are also taken out, one by one
+            "entry": self._entry,  # the page of an "entry", by default the one with the largest effect at a "position"
+            "passages": self._passages,  # where in the text, and in the sonnets, that "entry" has the largest weights
+            "without": self._without,  # the next token after a "position" with that "entry" and without it
+            "why": self._why,  # why a "head" of a "layer" (by default the telling one) looks from a "query" to a "key"
+            **Prompts(_ids).questions,  # the flow of one answer
         }
 
     def handle(self, message: Message, progress: Progress) -> Reply:
@@ -99,7 +86,7 @@ class ModelSession:
         return {
             "model": self._name,
             "kind": type(model).__name__,
-            "parameters": sum(each.numel() for each in model.parameters()),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "layers": getattr(model.config, "num_hidden_layers", None),
             "heads": getattr(model.config, "num_attention_heads", None),
             "key_heads": getattr(model.config, "num_key_value_heads", None),
@@ -112,8 +99,8 @@ class ModelSession:
         }
 
     def _audited(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
-        ids = _ids(loaded, message)
-        report = audit.check(loaded, Subject.of(loaded).sample(ids), progress=progress)
+        ids, subject = _ids(loaded, message), Subject.of(loaded)
+        report = audit.check(loaded, subject.sample(ids), progress=progress)
         return {
             "verdict": report.verdict,
             "total": len(report.violations),
@@ -126,7 +113,7 @@ class ModelSession:
                 for stack, names, rows in strips_of(report.modules)
             ],
             "watched": len(report.modules),
-            "tokens": [token_label(text) for text in Subject.of(loaded).texts(ids)],
+            "tokens": [token_label(text) for text in subject.texts(ids)],
             "facts": effort(report),
             "notes": report.notes,
         }
@@ -134,19 +121,18 @@ class ModelSession:
     def _biased(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
         progress(0, 0, "two forward passes")
         layer = _optional(message, "layer")
-        found = self._map(loaded, _ids(loaded, message))
-        values, allowed = table_of(found, layer)
-        tokens, rank = [token_label(token) for token in found.tokens], found.energy(1)
+        bias_map = self._map(loaded, _ids(loaded, message))
+        values, allowed = table_of(bias_map, layer)
+        tokens, rank = [token_label(token) for token in bias_map.tokens], bias_map.energy(1)
+        sides = [f"layer {one.layer}" for one in bias_map]
         return {
             "tokens": tokens,
             "layer": layer,
             "layers": [
                 {"layer": one.layer, **numbers(strength=one.strength, moved=one.moved, rank1=rank[one.layer])}
-                for one in found
+                for one in bias_map
             ],
-            "sides": [f"layer {one.layer}" for one in found]
-            if layer is None
-            else [f"{tokens[query]} ({query})" for query in found.queries],
+            "sides": sides if layer is None else [f"{tokens[query]} ({query})" for query in bias_map.queries],
             "values": table(np.where(allowed, values, math.nan)),
         }
 
@@ -211,9 +197,8 @@ class ModelSession:
     def _fired(self, loaded: Loaded, message: Message, progress: Progress, ablate: int = 0, **options: Any) -> Trace:
         ids = _ids(loaded, message)
         opened = self._opened(loaded, progress)
-        progress(
-            0, 0, f"two forward passes, and one of {ablate + 1} copies of the text" if ablate else "two forward passes"
-        )
+        copies = f", and one of {ablate + 1} copies of the text" if ablate else ""
+        progress(0, 0, f"two forward passes{copies}")
         return self._trace(opened, ids, ablate=ablate, **options)
 
     def _place(self, loaded: Loaded, message: Message, progress: Progress) -> tuple[Loaded, int, dict[str, Any]]:
@@ -278,17 +263,7 @@ def _stack(scores: GeometryScores, summary: Summary, per_head: Summary | None) -
 
 
 def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[str]) -> Reply:
-    """Describes the score of one head, query and key.
-
-    Args:
-        found: the attribution of all heads of a layer, for one query.
-        head: a head of them.
-        key: the position of a key; None for the one with the largest weight.
-        texts: the text of each token of the sequence.
-
-    Raises:
-        ValueError: there is no such head, or the query has no score for this key.
-    """
+    """Describes the score of one head, query and key; the key is by default that of the largest weight."""
     if head not in found.heads:
         raise ValueError(f"layer {found.layer} has heads 0 to {max(found.heads)}, got head {head}")
     if key is not None and key not in found.keys:
@@ -336,8 +311,9 @@ def _terms(found: ScoreAttribution, raw: Array, centred: Array) -> Reply:
     sizes = np.abs(centred if centred.any() else raw)  # of a query with one key all centred terms are zero
     order: list[int] = np.argsort(-sizes, axis=None, kind="stable")[:_TERMS].tolist()
     places = [divmod(each, centred.shape[1]) for each in order]
-    kept = {
-        name: sum(float(values[place]) for place in places) for name, values in (("raw", raw), ("centred", centred))
+    left = {
+        name: number(float(values.sum()) - sum(float(values[place]) for place in places))
+        for name, values in (("raw", raw), ("centred", centred))
     }
     return {
         "terms": [
@@ -348,9 +324,5 @@ def _terms(found: ScoreAttribution, raw: Array, centred: Array) -> Reply:
             }
             for one, other in places
         ],
-        "rest": {
-            "count": centred.size - len(places),
-            "raw": number(float(raw.sum()) - kept["raw"]),
-            "centred": number(float(centred.sum()) - kept["centred"]),
-        },
+        "rest": {"count": centred.size - len(places), **left},
     }

@@ -8,21 +8,14 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Final, cast
 
+import numpy as np
+
 from attnflow._core.markup import plural
 from attnflow._core.parameters import find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text, parse_json
 from attnflow.masks.registry import named_masks
 from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
-from attnflow.report.live.design import (
-    MAX_LAYERS,
-    Design,
-    MaskLayer,
-    Spec,
-    Stroke,
-    labels_of,
-    stroke_of,
-    tokens_of,
-)
+from attnflow.report.live.design import MAX_LAYERS, Design, MaskLayer, Spec, Stroke, labels_of, stroke_of, tokens_of
 from attnflow.report.live.tiles import tile, window_of
 from attnflow.tasks.leaks import witnesses
 from attnflow.tasks.task import Task
@@ -58,11 +51,7 @@ def chosen(message: Message, size: int) -> Spec:
 
 
 def preview(design: Design, message: Message) -> Reply:
-    """Compares a layer's mask with one of the catalogue, and changes nothing.
-
-    Without "settings" the mask begins with ones that suit the design. The reply has them, and the "tile" of the mask:
-    over the message's "tile" window beside the layer's mask if both have as many positions, otherwise all of it.
-    """
+    """Compares a layer's mask with one of the catalogue, over the "tile" window if both have as many positions."""
     here, size = design.layers[layer_of(design, message)].mask, design.size
     layer = MaskLayer.of(chosen(message, size)) if "settings" in message else _begun(_text(message, "name"), size)
     settings = typed(cast("Mapping[str, object]", layer.spec["parameters"]))
@@ -110,10 +99,8 @@ def combine(design: Design, message: Message) -> Outcome:
     if sign not in ("and", "or"):
         raise ValueError(f"sign must be and or or, got {sign!r}")
     here, other = design.layers[number], MaskLayer.of(chosen(message, design.size))
-    if other.mask.num_queries != design.size:
-        raise ValueError(
-            f"masks that are combined have as many positions: expected {design.size}, got {other.mask.num_queries}"
-        )
+    if (size := other.mask.num_queries) != design.size:
+        raise ValueError(f"masks that are combined have as many positions: expected {design.size}, got {size}")
     base = here.baked()
     parts = cast("list[object]", base[sign]) if sign in base else [base]
     return design.with_layer(number, MaskLayer.of({sign: [*parts, other.spec]}))
@@ -195,10 +182,7 @@ def design_of(values: Mapping[str, object], where: str = "the file") -> Design:
 
 ACTIONS: Final[Mapping[str, Callable[[Design, Message], Outcome]]] = {
     function.__name__: function
-    for function in (
-        *(pick, combine, invert, paint, stack, unstack),
-        *(label, labels, source, tokens, load, restore),
-    )
+    for function in (*(pick, combine, invert, paint, stack, unstack), *(label, labels, source, tokens, load, restore))
 }
 
 
@@ -248,10 +232,7 @@ def _followed(design: Design) -> int:
 
 
 def field(design: Design, message: Message) -> Reply:
-    """Returns after how many layers each position's information first reaches the given position.
-
-    It is followed for 256 layers, or for as many "layers" as the message asks for and the size permits.
-    """
+    """Returns after how many layers each position's information first reaches the given one."""
     position = as_integer(message.get("position"), "position")
     followed = max(_MAX_ARRIVALS, min(as_integer(message.get("layers", 0), "layers"), _followed(design)))
     first = design.flow.arrivals(position, followed)
@@ -263,13 +244,10 @@ def leaks(design: Design) -> Reply:
         return {"labels": 0, "leaks": [], "total": 0, "dead": [], "num_dead": 0, "dead_text": ""}
     report, pairs = design.survey
     targets = design.task.targets
+    columns = [targets.table[name][pairs[:_LISTED, 0]] for name in ("position", "data_index")]
     leaks: list[Reply] = [
         {"position": position, "token": token, "carrier": carrier}
-        for position, token, carrier in zip(
-            *(targets.table[name][pairs[:_LISTED, 0]].tolist() for name in ("position", "data_index")),
-            pairs[:_LISTED, 1].tolist(),
-            strict=True,
-        )
+        for position, token, carrier in np.stack([*columns, pairs[:_LISTED, 1]], axis=1).tolist()
     ]
     for number in range(min(len(leaks), max(1, _WALKED // design.size))):
         leaks[number] |= witness(design, {"number": number})

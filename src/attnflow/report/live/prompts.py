@@ -13,8 +13,8 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import token_label
 from attnflow._core.plain import as_integer, as_list, as_object, as_text
 from attnflow._core.progress import Progress
+from attnflow.explain.answering import AnswerReading
 from attnflow.explain.explanation import Edge, Explanation, Source
-from attnflow.explain.reading import AnswerReading
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from attnflow._core.errors import AttnflowError
 from attnflow._core.plain import as_integer
@@ -22,14 +22,9 @@ _LARGEST: Final = 1 << 22  # integers of a message
 class Session:
     """The state of one page; `handle` takes a message and gives a reply, both plain data.
 
-    - `{"op": "pick", "layer": 0, "name": "sliding_window", "settings": {"n": "64", "window": "8"}}` and the other
-      operations of `attnflow.report.live.operations` change the design; the reply describes it. With a "tile" it also
-      holds that window of the matrix.
-    - `undo` and `redo` change it, too.
-    - `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `witness`, `blocks`, `code`, `families`
-      and `family` are questions; one with an outdated "revision" is answered `"stale": true`.
-
-    Errors become replies: `{"ok": false, "error": what was expected, what came}`.
+    `{"op": "pick", "layer": 0, "name": "sliding_window", "settings": {"n": "64", "window": "8"}}` and the other
+    `ACTIONS` change the design; the reply describes it, with the window "tile" of the matrix. The rest are questions;
+    one with an outdated "revision" is answered `"stale": true`.
     """
 
     def __init__(self, design: Design) -> None:
@@ -82,10 +77,10 @@ class Session:
     def _state(self, notices: list[str], before: Design | None = None) -> Reply:
         """Describes the design, omitting lists that are unchanged since `before`."""
         design = self.design
-        lists: dict[str, tuple[object, Callable[[], Reply]]] = {
-            "tokens": (design.tokens, lambda: {"tokens": list(design.tokens[:_LISTED])}),
-            "labels": (design.labels, lambda: {"labels": [list(pair) for pair in design.labels[:_LISTED]]}),
-            "sources": (design.sources, lambda: {"sources": [[i, *made] for i, made in _first(design.sources)]}),
+        lists: dict[str, Callable[[], list[Any]]] = {
+            "tokens": lambda: list(design.tokens[:_LISTED]),
+            "labels": lambda: [list(pair) for pair in design.labels[:_LISTED]],
+            "sources": lambda: [[i, *made] for i, made in islice(design.sources.items(), _LISTED)],
         }
         reply: Reply = {
             "revision": self.revision,
@@ -101,9 +96,9 @@ class Session:
             "design": design.plain if len(design.plain) <= _MAX_LINK else None,
             "notices": notices,
         }
-        for name, (value, listed) in lists.items():
-            if before is None or getattr(before, name) is not value:
-                reply |= listed()
+        for name, listed in lists.items():
+            if before is None or getattr(before, name) is not getattr(design, name):
+                reply[name] = listed()
         return reply
 
     def _report(self) -> Reply:
@@ -126,16 +121,12 @@ def answered(message: Message, answer: Callable[[], Reply]) -> Reply:
     try:
         return {**identity, "ok": True, **answer()}
     except (AttnflowError, ImportError, NotImplementedError, OSError, TypeError, ValueError) as error:
-        said = str(error)
+        reason = str(error)
     except MemoryError:
-        said = "not enough memory for this"
+        reason = "not enough memory for this"
     except RecursionError:
-        said = "the message is nested too deeply"
-    return {**identity, "ok": False, "error": said}
-
-
-def _first(sources: Mapping[int, tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
-    return list(islice(sources.items(), _LISTED))
+        reason = "the message is nested too deeply"
+    return {**identity, "ok": False, "error": reason}
 
 
 def _shown(layer: MaskLayer) -> object:

@@ -17,11 +17,10 @@ MAX_CELLS: Final = 1024  # along one side
 
 
 def tile(mask: Mask, other: Mask | None, first_query: int, first_key: int, span: int, cells: int) -> dict[str, object]:
-    """Encodes the pairs of queries [first_query, first_query + span) and keys [first_key, first_key + span).
+    """Encodes a window as base64 `planes`: "allowed", and with another mask "extra" (allowed only here) and "missing".
 
-    `planes` are base64: "allowed", and with another mask "extra" (allowed only here) and "missing". At `step` 1 a plane
-    holds bits, most significant first, rows padded to bytes; otherwise a byte per cell, from 0 (no pair is allowed) to
-    255 (all). Cost: O(intervals + cells).
+    At `step` 1 a plane holds bits, most significant first, rows padded to bytes; otherwise a byte per cell, from 0 (no
+    pair is allowed) to 255 (all). Cost: O(intervals + cells).
     """
     n = mask.num_queries
     first_query, first_key = (integer("first of a window", x, 0, n - 1) for x in (first_query, first_key))
@@ -30,20 +29,21 @@ def tile(mask: Mask, other: Mask | None, first_query: int, first_key: int, span:
     step = -(-min(span, n) // cells)
     window = (slice(first_query, last_query), slice(first_key, last_key))
     whole = (last_query - first_query, last_key - first_key) == mask.shape
-    here, beside = (each if each is None or whole else each[window] for each in (mask, other))
-    assert here is not None
+    here = mask if whole else mask[window]
     masks = {"allowed": here}
-    if beside is not None:
+    if other is not None:
+        beside = other if whole else other[window]
         masks |= {"extra": here & ~beside, "missing": beside & ~here}
-    planes = {name: base64.b64encode(_cells(each, step).tobytes()).decode() for name, each in masks.items()}
+    planes = {name: base64.b64encode(_cells(part, step).tobytes()).decode() for name, part in masks.items()}
+    queries, keys = last_query - first_query, last_key - first_key
     return {
         "first_query": first_query,
         "first_key": first_key,
         "step": step,
-        "rows": -(-(last_query - first_query) // step),
-        "columns": -(-(last_key - first_key) // step),
-        "num_queries": last_query - first_query,
-        "num_keys": last_key - first_key,
+        "rows": -(-queries // step),
+        "columns": -(-keys // step),
+        "num_queries": queries,
+        "num_keys": keys,
         "planes": planes,
     }
 

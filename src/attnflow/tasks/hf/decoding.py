@@ -1,7 +1,4 @@
-"""Decoding for models trained on merged tasks: `generate_blocks` writes text block by block, `infill` fills a gap.
-
-Both make forward passes with a cache under their own mask, and fill masked places from the logits.
-"""
+"""Decoding for models trained on merged tasks: `generate_blocks` writes text block by block, `infill` fills a gap."""
 
 from __future__ import annotations
 
@@ -115,7 +112,7 @@ def generate_blocks(
     choice = _Choice(block, per_pass, threshold, temperature, seed)
     texts = _prompts("ids", ids)
     longest = max(map(len, texts))
-    run = _CachedPasses(Subject.of(model).model, -(-(longest + most) // block) * block, "ids", texts, blank)
+    run = _CachedPasses(Subject.of(model), -(-(longest + most) // block) * block, "ids", texts, blank)
     ends = _end_tokens(run.model, eos_token)
     whole = [len(text) // block * block for text in texts]  # the clean tokens of each, all of its whole blocks
     slots = max(whole)
@@ -139,7 +136,8 @@ def generate_blocks(
             for new, row, known in zip(written, clean.tolist(), begun, strict=True):
                 new += row[len(known) :]
             begun = [[] for _ in texts]
-    return Decoded(tuple(_until_end(new, ends, most) for new in written), run.passes)
+    last = [next((place for place, token in enumerate(new) if token in ends), most) for new in written]
+    return Decoded(tuple(tuple(new[: min(end + 1, most)]) for new, end in zip(written, last, strict=True)), run.passes)
 
 
 def _block_rows(pads: Tensor, past: int, rows: int, block: int) -> Bool[Tensor, "batch q k"]:
@@ -201,7 +199,7 @@ def infill(
     if not all(one or other for one, other in sides):
         raise ValueError("a gap needs tokens on at least one side, got none on either")
     positions = max(len(one) + len(other) for one, other in sides) + length
-    run = _CachedPasses(Subject.of(model).model, positions, "left and right", [*before, *after], blank)
+    run = _CachedPasses(Subject.of(model), positions, "left and right", [*before, *after], blank)
     ids, places = _context(sides, length)
     gap = torch.tensor([len(one) for one in before])[:, None] + torch.arange(length)
     tokens, hidden = torch.full(gap.shape, blank), torch.ones(gap.shape, dtype=torch.bool)
@@ -241,21 +239,17 @@ def _gap_rows(places: Tensor, first: int, length: int) -> Bool[Tensor, "batch n 
 
 
 class _CachedPasses:
-    """A model with a cache of everything it has read, without a window: only a pass's mask limits what is read.
-
-    `ValueError` unless the model has an embedding for every id of `texts`, which `name` calls, and for `mask_token`.
-    """
+    """A model with a cache of all it has read: only a mask limits that. Ids outside the vocabulary are refused."""
 
     def __init__(
-        self, model: nn.Module, positions: int, name: str, texts: Sequence[Sequence[int]], mask_token: int
+        self, subject: Subject, positions: int, name: str, texts: Sequence[Sequence[int]], mask_token: int
     ) -> None:
-        self.model = _decodable(model, positions)
-        self.passes = 0
-        self.past = 0
+        self.model = _decodable(subject, positions)
+        self.passes = self.past = 0
         weight = next(self.model.get_input_embeddings().parameters())
         self._device, self._dtype = weight.device, weight.dtype
-        self._cache, self._argument = DynamicCache(), cast(str, Subject(self.model).accepted(*CACHES))
-        self._keeps = Subject(self.model).accepts("logits_to_keep")
+        self._cache, self._argument = DynamicCache(), cast(str, subject.accepted(*CACHES))
+        self._keeps = subject.accepts("logits_to_keep")
         for what, rows in ((name, texts), ("mask_token", [[mask_token]])):
             wrong = next((token for row in rows for token in row if not 0 <= token < len(weight)), None)
             if wrong is not None:
@@ -270,10 +264,7 @@ class _CachedPasses:
         allow: Bool[Tensor, "batch q k"],
         rows: int,
     ) -> Float[Tensor, "batch rows vocabulary"]:
-        """Logits of the last `rows` rows of a pass, which then leave the cache.
-
-        `allow` is over the rows of the cache, then those of the pass.
-        """
+        """Logits of the last `rows` rows, which then leave the cache; `allow` is over the cache, then the pass."""
         arguments: dict[str, Any] = {
             "input_ids": ids.to(self._device),
             "position_ids": positions.to(self._device),
@@ -311,10 +302,7 @@ class _Choice:
         hidden: Bool[Tensor, "batch places"],
         logits: Float[Tensor, "batch places vocabulary"],
     ) -> tuple[Int[Tensor, "batch places"], Bool[Tensor, "batch places"]]:
-        """(tokens, hidden places) with the surest of each sequence filled, and all that are as sure as the threshold.
-
-        Tokens are drawn on the CPU, so that a seed draws the same everywhere.
-        """
+        """(tokens, hidden) with the surest places filled; drawn on the CPU, where a seed draws the same."""
         flat = logits.cpu().reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
         if self._temperature is None:
             chances, drawn = flat.softmax(dim=-1), flat.argmax(dim=-1)[:, None]
@@ -330,12 +318,11 @@ class _Choice:
         return torch.where(now, drawn.reshape(hidden.shape), tokens), hidden & ~now
 
 
-def _decodable(model: nn.Module, positions: int) -> PreTrainedModel:
+def _decodable(subject: Subject, positions: int) -> PreTrainedModel:
     """`model`, if cached passes give what its merged tasks do; refused otherwise, or for too many positions."""
-    require_runnable(model)
-    name = type(model).__name__
-    sites = Subject(model).sites
-    if not isinstance(model, PreTrainedModel) or Subject(model).accepted(*CACHES) is None:
+    require_runnable(subject)
+    model, name, sites = subject.model, subject.kind, subject.sites
+    if not isinstance(model, PreTrainedModel) or subject.accepted(*CACHES) is None:
         raise UnsupportedArchitecture(f"decoding needs a cache of keys and values, which {name} does not take")
     mixers = mixers_beside(model, sites)
     moved = next((site for site in sites if check_stack(model, site.owner, sites).moved), None)
@@ -353,27 +340,13 @@ def _decodable(model: nn.Module, positions: int) -> PreTrainedModel:
 
 
 def _prompts(name: str, ids: object) -> list[list[int]]:
-    """The token ids of each sequence, from [n] or [batch, n] ids or from a list of sequences."""
-    if isinstance(ids, Tensor):
-        rows = list(ids.unbind()) if ids.ndim == 2 else [ids]
-    elif isinstance(ids, Sequence) and len(ids) and isinstance(ids[0], Sequence | Tensor):
-        rows = list(cast("Sequence[object]", ids))
-    else:
-        rows = [ids]
-    return [index_array(name, row).tolist() for row in rows]
+    nested = isinstance(ids, Sequence) and len(ids) and isinstance(ids[0], Sequence | Tensor)
+    several = nested or (isinstance(ids, Tensor) and ids.ndim == 2)
+    return [index_array(name, row).tolist() for row in (cast("Sequence[object]", ids) if several else [ids])]
 
 
 def _end_tokens(model: PreTrainedModel, eos_token: int | Sequence[int] | None) -> frozenset[int]:
-    """The ids that end a text, by default those of the model's generation config; -1 means none."""
-    value = eos_token
-    if value is None:
-        value = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if value is None:
-        return frozenset()
-    several = cast("Sequence[object]", value if isinstance(value, list | tuple) else [value])
-    return frozenset(integer("eos_token", one, -1) for one in several) - {-1}
-
-
-def _until_end(tokens: Sequence[int], ends: frozenset[int], most: int) -> tuple[int, ...]:
-    last = next((number for number, token in enumerate(tokens) if token in ends), len(tokens))
-    return tuple(tokens[: min(last + 1, most)])
+    default = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = (-1 if default is None else default) if eos_token is None else eos_token
+    several = cast("Sequence[object]", ids if isinstance(ids, list | tuple) else [ids])
+    return frozenset(integer("eos_token", token, -1) for token in several) - {-1}

@@ -22,7 +22,7 @@ from attnflow.tasks.embedding import require_runnable, require_targets, run
 from attnflow.tasks.hf.shared_calls import attention_masks, skips_pairs
 from attnflow.tasks.hf.sharing import check_sharing, head_of, prepared
 from attnflow.tasks.merging import MergedTask, merge
-from attnflow.tasks.prefixes import Batch, PassCost, SharedPlan, common, plan
+from attnflow.tasks.prefixes import Batch, SharedPlan, common, plan
 from attnflow.tasks.task import Task
 
 Text = str | Sequence[int] | Tensor
@@ -101,9 +101,8 @@ def score(
     3 log-probabilities in 1 pass: 13 tokens -> 6
     """
     subject = Subject.of(model, tokenizer)
-    inner = subject.model
     if isinstance(requests, MergedTask) or (len(requests) and isinstance(requests[0], Task)):
-        return _family_scores(inner, requests if isinstance(requests, MergedTask) else merge(cast(Any, requests)))
+        return _family_scores(subject, requests if isinstance(requests, MergedTask) else merge(cast(Any, requests)))
     pairs: list[Request] = []
     for number, request in enumerate(cast("Sequence[Any]", requests)):
         if not isinstance(request, tuple | list) or len(request) != 2:
@@ -113,16 +112,16 @@ def score(
             pairs.append(_encoded(context, continuation, subject.tokenizer))
         except (ValueError, TypeError) as error:
             raise type(error)(f"request {number}: {error}") from error
-    return Scorer(inner).score(pairs, integer("tokens_per_pass", tokens_per_pass, 1))
+    return Scorer(subject.model).score(pairs, integer("tokens_per_pass", tokens_per_pass, 1))
 
 
 @torch.no_grad()
-def _family_scores(model: nn.Module, merged: MergedTask) -> Scores:
+def _family_scores(subject: Subject, merged: MergedTask) -> Scores:
     task = merged.task
-    require_runnable(model)
+    require_runnable(subject)
     labels = sorted(task.labels, key=lambda label: label.task)  # stable: within a subtask they stand by position
-    with evaluating(model):
-        logits = run(model, task)
+    with evaluating(subject.model):
+        logits = run(subject, task)
     targets = torch.tensor([label.target_id for label in labels], dtype=torch.int64, device=logits.device)
     require_targets(targets, logits)
     rows = logits[[label.position for label in labels]]
@@ -133,8 +132,6 @@ def _family_scores(model: nn.Module, merged: MergedTask) -> Scores:
 
 
 class Scorer:
-    """A model made ready for requests of token ids; refuses the models that `score` refuses."""
-
     def __init__(self, model: nn.Module) -> None:
         self._model, self._backbone, self._calls, checked = prepared(model)
         head = head_of(self._model)
@@ -167,16 +164,14 @@ class Scorer:
         return Scores(tuple(log_probs), tuple(greedy), before, after, passes)
 
     def _pass(self, requests: Sequence[Request], softmax: Dtype) -> tuple[SharedPlan, list[tuple[float, bool]]]:
-        """One forward pass: its plan, and (log-probability, greedy) of each request."""
         rows = [[*context, *rest][:-1] for context, rest in requests]
         ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
         real = np.zeros(ids.shape, np.bool_)
         for number, row in enumerate(rows):
             ids[number, : len(row)], real[number, : len(row)] = row, True
         positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-        flex, cost = skips_pairs(self._backbone.module), self._calls.cost
-        cost = PassCost(cost.token, 0.0, cost.head) if flex else cost
-        chosen = plan(Batch(ids, real, positions), cost, one_row=flex)
+        stack = self._backbone.module
+        chosen = plan(Batch(ids, real, positions), self._calls.cost_of(stack), one_row=skips_pairs(stack))
         assert chosen is not None
         places = [chosen.place[n, len(row) - len(requests[n][1]) : len(row)] for n, row in enumerate(rows)]
         slots, at = np.unique(np.concatenate(places), return_inverse=True)
@@ -193,7 +188,6 @@ class Scorer:
         ]
 
     def _logits(self, chosen: SharedPlan, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
-        """The logits [slots, vocabulary] of these slots alone."""
         device = Subject(self._backbone.module).device
         index = torch.from_numpy(slots).to(device)
 

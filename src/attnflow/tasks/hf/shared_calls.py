@@ -1,8 +1,4 @@
-"""Runs calls whose sequences share prefixes: two hooks on a model's backbone, and two on the model around it.
-
-The backbone runs on prefix trees, and its states are mapped back to the sequences. A call with labels is replaced as a
-whole, so that the head, too, runs once for each token.
-"""
+"""Hooks that run a backbone on prefix trees, and replace calls with labels as a whole so that the head shares, too."""
 
 from __future__ import annotations
 
@@ -68,11 +64,9 @@ class SharingReport(Result):
     stock: Mapping[str, int] = field(default_factory=lambda: dict[str, int]())
 
     def refused(self, reason: str) -> SharingReport:
-        """The report with one more call that was not shared for this reason."""
         return replace(self, stock={**self.stock, reason: self.stock.get(reason, 0) + 1})
 
     def ran(self, before: int, after: int, shared: bool = True) -> SharingReport:
-        """The report with one more call of so many tokens."""
         return SharingReport(
             self.calls + 1,
             self.shared + shared,
@@ -103,24 +97,17 @@ class _Running:
 
 @dataclass(eq=False)
 class Calls:
-    """The hooks, and what they need to know of the model; copies of the model have their own.
+    """The hooks, and what they need to know of the model; copies of it have their own. Examined calls stay stock."""
 
-    `windows` is how far back attention reads, by name in `config.layer_types` ("" if all layers are alike). With
-    `always` calls are shared even where nothing is gained, as the check of a model needs. `unsupported` says why calls
-    with packed rows, or with router logits, are not shared. Calls of code that only inspects the model are not shared
-    either. `tables` are the position embeddings of a model that takes no `position_ids`, and get the positions
-    directly; otherwise None. With `counted`, pads take no position where a call gives none.
-    """
-
-    windows: Mapping[str, int | None]
+    windows: Mapping[str, int | None]  # how far back layers read, by name in `config.layer_types`; "" if all are alike
     cost: PassCost
     attention: Sequence[nn.Module]
     long_positions: bool = False
     with_labels: bool = True
-    tables: Sequence[nn.Module] | None = None
-    counted: bool = False
-    always: bool = False
-    unsupported: dict[str, str] = field(default_factory=lambda: dict[str, str]())
+    tables: Sequence[nn.Module] | None = None  # the position embeddings of a model that takes no `position_ids`
+    counted: bool = False  # whether pads take no position where a call gives none
+    always: bool = False  # share calls even where nothing is gained, as the check of a model needs
+    unsupported: dict[str, str] = field(default_factory=lambda: dict[str, str]())  # why packed rows, ... are not shared
     report: SharingReport = field(default_factory=SharingReport)
     masks: dict[str, object] = field(default_factory=lambda: dict[str, object]())  # of the last call, by kind of layer
     _running: PerThread[_Running] = field(default_factory=lambda: PerThread(_Running))
@@ -161,8 +148,8 @@ class Calls:
             whole, alone = self._planned(model, labelled), self._planned(model, batch)
         except NotShared:
             return None
-        others = alone.cost(self._cost(model)), self._cost_of_rows(model, batch)
-        if whole.cost(self._cost(model)) > min(others) and not self.always:
+        others = alone.cost(self.cost_of(model)), self._cost_of_rows(model, batch)
+        if whole.cost(self.cost_of(model)) > min(others) and not self.always:
             return None
         running.outer = whole
         named |= {"input_ids": _tensor(whole.ids, ids), "labels": _tensor(cast(IntArray, whole.labels), labels)}
@@ -193,7 +180,7 @@ class Calls:
                 if extra := other_arguments(named):
                     raise NotShared(f"it had the argument {', '.join(extra)}")
                 chosen = self._planned(model, batch)
-                if not self.always and chosen.cost(self._cost(model)) >= self._cost_of_rows(model, batch):
+                if not self.always and chosen.cost(self.cost_of(model)) >= self._cost_of_rows(model, batch):
                     raise NotShared(_NOTHING)
             except NotShared as reason:
                 return self._stock(model, str(reason), named)
@@ -263,31 +250,26 @@ class Calls:
         self._settled = hooks, drawn
 
     def _batch(self, named: Mapping[str, Any], model: nn.Module) -> Batch:
-        """The sequences of a call; raises `NotShared` if none can be shared."""
         if not self.always and self._attention != self._interceptors():
             raise NotShared("a mask or a bias was attached or removed after share_prefixes: do that before")
         named = named if self.tables is None else {n: v for n, v in named.items() if n != "position_ids"}
-        batch = read_batch(named, model, self._by_column, self.counted)
+        by_column = any(window is not None for window in self.windows.values())
+        batch = read_batch(named, model, by_column, self.counted)
         asked = {"packed rows": batch.starts is not None, "router logits": flag(named, model, "output_router_logits")}
         for name, reason in self.unsupported.items() if not self.always else ():
             if reason and asked[name]:
                 raise NotShared(f"{name}: {reason}")
         return batch
 
-    @property
-    def _by_column(self) -> bool:
-        return any(window is not None for window in self.windows.values())
-
-    def _cost(self, model: nn.Module) -> PassCost:
+    def cost_of(self, model: nn.Module) -> PassCost:
         return PassCost(self.cost.token, 0.0, self.cost.head) if skips_pairs(model) else self.cost
 
     def _cost_of_rows(self, model: nn.Module, batch: Batch) -> float:
-        cost = self._cost(model)
+        cost = self.cost_of(model)
         return cost.rows(*batch.ids.shape) + cost.head * batch.ids.size
 
     def _planned(self, model: nn.Module, batch: Batch) -> SharedPlan:
-        """The trees of a batch; raises `NotShared` if there is nothing to share."""
-        chosen = plan(batch, self._cost(model), one_row=skips_pairs(model))
+        chosen = plan(batch, self.cost_of(model), one_row=skips_pairs(model))
         if chosen is None:
             raise NotShared("it holds only padding")
         alone = all(len(tree.node_of) == int(tree.node_of.max(initial=-1)) + 1 for tree in chosen.trees)
@@ -298,7 +280,6 @@ class Calls:
         return chosen
 
     def _stock(self, model: nn.Module, reason: str, named: Mapping[str, Any]) -> None:
-        """Run a call without sharing, and count why."""
         with _counting:
             if reason not in self.report.stock and (reason != CACHE or (model.training and torch.is_grad_enabled())):
                 _log.warning("share_prefixes: a call of the model was not shared: %s", reason)

@@ -1,8 +1,4 @@
-"""`share_prefixes`: runs the common prefixes of a batch once, in any trainer; read it first.
-
-A model is refused where sharing would change its states: `Backbone` finds how far back its layers read, and
-`check_sharing` runs a small batch in both forms.
-"""
+"""`share_prefixes`: runs common prefixes of a batch once, in any trainer; a model whose states change is refused."""
 
 from __future__ import annotations
 
@@ -170,13 +166,11 @@ def prepared(model: nn.Module) -> tuple[nn.Module, Backbone, Calls, bool]:
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """The module that turns states into logits, if there is one."""
     getter = getattr(model, "get_output_embeddings", None)
     return cast("nn.Module | None", getter()) if callable(getter) else None
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model without the wrappers of `torch.compile` and data parallelism."""
     for name in ("_orig_mod", "module"):
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module) and not isinstance(model, PreTrainedModel):
@@ -185,10 +179,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_sharing(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
-    """Refuse a model whose states differ in both forms; return why calls with labels cannot be replaced, or "".
-
-    `calls` learns which other calls differ: those of packed rows, and those with router logits.
-    """
+    """Refuse a model whose states differ; return why calls with labels cannot be replaced, or ""."""
     ids, real = backbone.probe()
     labels = ids.masked_fill((real * real.roll(1, dims=1)) == 0, -100)
     labels[:, 0] = -100
@@ -275,13 +266,13 @@ class Backbone:
 
     @classmethod
     def of(cls, model: nn.Module) -> Backbone:
-        """The one stack of a model; refuses several stacks, and stacks without the attention interface."""
-        sites = Subject(model).sites
+        subject = Subject(model)
+        sites = subject.sites
         owners = list({id(site.owner): site.owner for site in sites}.values())
-        both = model not in owners and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        both = model not in owners and subject.encodes_and_decodes
         if len(owners) != 1 or both:
             names = ", ".join(type(owner).__name__ for owner in owners)
-            names = f"the encoder-decoder {type(model).__name__}" if both else names
+            names = f"the encoder-decoder {subject.kind}" if both else names
             raise UnsupportedArchitecture(
                 f"share_prefixes takes a model with one causal stack, got {names}: pass a part that is a single decoder"
             )
@@ -336,7 +327,6 @@ class Backbone:
         return windows
 
     def intercepted(self, interceptor: Callable[[AttentionCall, Proceed], Output], run: Callable[[], object]) -> None:
-        """Run with an interceptor at every attention module, so that each gets a mask."""
         try:
             with trial(self.module, dict.fromkeys(self.sites, interceptor), role="mask", replaces_mask=True):
                 run()
@@ -346,7 +336,6 @@ class Backbone:
             ) from error
 
     def masked_as_meant(self, call: AttentionCall, proceed: Proceed, masks: Mapping[str, object]) -> Output:
-        """Refuse, as an interceptor, a layer whose mask is not the one for its kind."""
         kind = next(iter(masks)) if len(masks) == 1 else str(self.module.config.layer_types[call.module.layer_idx])
         if call.mask is not masks[kind]:
             name = next(site.name for site in self.sites if site.module is call.module)

@@ -15,12 +15,7 @@ _SHUFFLE: Final = "shuffle_sequence_dict"  # of trl
 
 
 def shuffle_groups(trainer: Trainer) -> Callable[[], None]:
-    """Let a trainer of groups shuffle whole groups; returns a function that restores it (a no-op for other trainers).
-
-    It draws the same random numbers as trl: groups are ordered by the first row that trl draws of each. A step over all
-    of `steps_per_generation` batches keeps its rows. A process that holds only parts of groups shuffles rows. It raises
-    `ValueError` for a trainer that shuffles differently from trl 1.16.
-    """
+    """Let a trainer of groups shuffle whole groups, with trl's random numbers; returns what restores it."""
     groups = getattr(trainer, "num_generations", None)
     if not isinstance(groups, int) or groups < 2:
         return lambda: None

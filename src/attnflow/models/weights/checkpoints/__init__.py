@@ -38,11 +38,7 @@ _PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def open_weights(source: nn.Module | str | os.PathLike[str]) -> Weights:
-    """Open a model in memory, a folder, a file, or a model on the hub; only headers are read.
-
-    In a folder, safetensors come before GGUF; pickled weights are not opened. `FileNotFoundError` if it does not
-    exist, `BadCheckpoint` if a file is damaged or missing, `MissingExtra` for the hub or GGUF without their packages.
-    """
+    """Open a model in memory, a folder, a file, or a model on the hub; only headers are read, and no pickle."""
     if isinstance(source, nn.Module):
         return _module_weights(source)
     if not isinstance(cast(object, source), str | os.PathLike):

@@ -59,10 +59,7 @@ class Folder:
 
 
 def model_files(folder: Folder, suffix: str) -> list[str]:
-    """List the files of a format that hold the model: the index's shards, or one file; empty if the folder has neither.
-
-    A missing shard, or several candidate files, raise `BadCheckpoint`.
-    """
+    """List the files that hold the model: the index's shards, or one file; `BadCheckpoint` if some are missing."""
     if (index := index_of(folder, suffix)) is not None:
         return sorted(set(shards(folder, index).values()))
     there = _files(folder, suffix)

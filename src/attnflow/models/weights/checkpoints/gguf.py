@@ -78,10 +78,7 @@ def _permuted_heads(tensor: str, rows: int, config: Mapping[str, object]) -> int
 
 
 def _open(path: Path) -> GGUFReader:
-    """Open a file after checking that its header's parts lie inside it.
-
-    The gguf package trusts lengths: a damaged one would make it read past the end for ever.
-    """
+    """Open a file whose header's parts lie inside it; gguf trusts lengths, and would read past the end for ever."""
     from gguf import GGUFReader
 
     class Reader(GGUFReader):

@@ -107,12 +107,7 @@ Pairs = list[tuple[Stem, Place | UnsupportedArchitecture]]
 
 
 def registered(shapes: Shapes, config: Config, stated: Callable[[str], Config] = lambda _: {}) -> Pairs:
-    """Look up every attention-like name in the registry: its place, or why it is unknown.
-
-    Leaves out modules without a layer number (pooling heads) where others have one, small networks between towers, and
-    linear attention. `stated` gives a module's own head counts if there is no config. Refuses adapters on queries or
-    keys.
-    """
+    """Look up every attention-like name: its place, or why it is unknown; `stated` counts heads without a config."""
     parts = {name: re.split(r"\.(?:base_layer|lora_\w+)\.", name) for name in shapes}
     adapted = [name for name, (path, *rest) in parts.items() if rest and is_query_or_key(path)]
     if adapted:
@@ -253,10 +248,7 @@ def _config_of(root: Config, stem: Stem) -> Config:
 
 
 def ordered(pairs: Pairs, shapes: Shapes, config: Config) -> tuple[Place, ...]:
-    """Name the towers, number the layers, and sort the places by both.
-
-    `UnsupportedArchitecture` for unknown attention, shapes that do not fit the config, or no attention at all.
-    """
+    """Name the towers, number the layers, and sort the places by both; raises for what is unknown."""
     if unknown := next((place for _, place in pairs if isinstance(place, UnsupportedArchitecture)), None):
         raise unknown
     known = cast("list[tuple[Stem, Place]]", pairs)
@@ -288,10 +280,7 @@ def ordered(pairs: Pairs, shapes: Shapes, config: Config) -> tuple[Place, ...]:
 
 
 def lacking(places: Sequence[Place], shapes: Shapes, config: Config) -> str | None:
-    """Say which queries and keys a checkpoint lacks that its other tensors and its config ask for; None if none.
-
-    Layers may differ, as in hybrids, so that a module of attention counts only where tensors of it are left.
-    """
+    """Say which queries and keys a checkpoint lacks that its other tensors and its config ask for; None if none."""
     modules: dict[str, dict[str, set[str]]] = {}  # of each pattern of paths: its paths, with their tensors
     lists: dict[str, set[int]] = {}
     for name in shapes:

@@ -50,9 +50,6 @@ class Selected:
         stored = self._stored(weight)
         stored[self.index.to(stored.device)] = heads.to(stored)
 
-    def same(self, other: object) -> bool:
-        return isinstance(other, Selected) and self.tensor == other.tensor and torch.equal(self.index, other.index)
-
     def _stored(self, weight: Tensor) -> Tensor:
         """View as [out, in], also for a convolution of width 1."""
         return weight.flatten(1).T if self.transposed else weight.flatten(1)
@@ -101,17 +98,15 @@ class Composed:
         order = torch.cat([piece.place for piece in self.pieces]).argsort()
         return torch.cat(parts)[order.to(parts[0].device)]
 
-    def same(self, other: object) -> bool:
-        if not isinstance(other, Composed) or len(self.pieces) != len(other.pieces):
-            return False
-        return all(
-            a.rows.same(b.rows) and torch.equal(a.place, b.place) and same_input(a.input, b.input)
-            for a, b in zip(self.pieces, other.pieces, strict=True)
-        )
 
-
-def same_input(first: Composed | None, second: Composed | None) -> bool:
-    return second is None if first is None else first.same(second)
+def same(first: Selected | Composed | None, second: Selected | Composed | None) -> bool:
+    """Whether two maps take the same rows of the same weights; None is the token itself."""
+    if isinstance(first, Selected) and isinstance(second, Selected):
+        return first.tensor == second.tensor and torch.equal(first.index, second.index)
+    if isinstance(first, Composed) and isinstance(second, Composed) and len(first.pieces) == len(second.pieces):
+        pairs = zip(first.pieces, second.pieces, strict=True)
+        return all(same(a.rows, b.rows) and torch.equal(a.place, b.place) and same(a.input, b.input) for a, b in pairs)
+    return first is second
 
 
 def latent(

@@ -26,28 +26,13 @@ def _words(text: str) -> frozenset[str]:
 
 
 # Names of separate projections: the last part of the query's path, and of the key's beside it.
-SEPARATE: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "q_proj": "k_proj",
-        "query": "key",
-        "q_lin": "k_lin",
-        "q": "k",
-        "query_proj": "key_proj",
-        "linear_q": "linear_k",
-        "to_q": "to_k",
-        "wq": "wk",
-        "q_linear": "k_linear",
-        "query_net": "key_net",
-        "attn_q": "attn_k",
-        "cross_attn_q": "cross_attn_k",
-        "q_attn": "c_attn",
-        "q_proj_weight": "k_proj_weight",
-        "project_q": "project_k",
-        "q_head": "k_head",
-        "query_key": "query_key",  # one projection for both (Reformer)
-        "Wq": "Wk",
-    }
-)
+# In Reformer one projection serves for both.
+_PAIRS: Final = """
+    q_proj:k_proj query:key q_lin:k_lin q:k query_proj:key_proj linear_q:linear_k to_q:to_k wq:wk q_linear:k_linear
+    query_net:key_net attn_q:attn_k cross_attn_q:cross_attn_k q_attn:c_attn q_proj_weight:k_proj_weight
+    project_q:project_k q_head:k_head query_key:query_key Wq:Wk
+"""
+SEPARATE: Final = MappingProxyType({query: key for query, _, key in (pair.partition(":") for pair in _PAIRS.split())})
 # Names of queries beside keys and values in one tensor, with its name and whether it is stored (in, out).
 BESIDE: Final[Mapping[str, tuple[str, bool]]] = MappingProxyType({"q_attn": ("c_attn", True), "to_q": ("to_kv", False)})
 
@@ -121,10 +106,7 @@ def with_heads(config: Mapping[str, object], model_type: str) -> Mapping[str, ob
 
 
 def misstated(config: Mapping[str, object]) -> str | None:
-    """Say which number of heads, or width of one, is not a number in a config or a part of it; None if all are.
-
-    Lists have one number for each layer, which is 0 for a layer without attention; a width of 0 says nothing.
-    """
+    """Say which number of heads, or width of one, is not a number in a config or a part of it; None if all are."""
 
     def is_count(value: object, least: int) -> bool:
         if isinstance(value, list | tuple):
@@ -168,10 +150,7 @@ class Stated:
         self.query_words = (*sided, *_QUERY)
 
     def separate(self, name: str, stage: int, rows: int, key_rows: int, width: int | None = None) -> Heads:
-        """Count the heads of separate projections with so many rows; `UnsupportedArchitecture` if they do not fit.
-
-        `stage` indexes lists in the config; `width` is the total where the config gives no head width (None: any).
-        """
+        """Count the heads of separate projections; `width`: the total where no width of heads is stated."""
         query = self.query_heads(name, stage)
         dims = self.values(_DIM, stage)
         if width is not None and not dims and rows != width:

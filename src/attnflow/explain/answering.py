@@ -1,4 +1,4 @@
-"""`reading`: one held pass of a model, kept for many questions about it; `answer` is one question."""
+"""One held pass of a model, kept for many questions about it; `answer` is one question."""
 
 from __future__ import annotations
 
