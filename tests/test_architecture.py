@@ -108,22 +108,22 @@ def test_a_room_opens_without_the_optional_packages(name, opened):
 
 # Lines of each room, as few as they are now. Raising one is a decision: a commit of its own, which says why.
 BUDGETS = {
-    "_core": 1_260,
+    "_core": 1_235,
     "audit": 8_110,
     "bias": 3_570,
-    "cli": 1_985,
-    "explain": 1_310,
+    "cli": 1_990,
+    "explain": 1_330,
     "geometry": 2_690,
     "knowledge": 6_840,
     "masks": 4_060,
     "models": 5_940,
     "order": 1_320,
-    "report": 6_320,
-    "studio": 700,
+    "report": 6_660,
+    "studio": 665,
     "tasks": 4_800,
     "testing": 530,
 }
-TESTS = 45_010
+TESTS = 45_320
 
 
 @pytest.mark.parametrize("room", ["_core", *ROOMS])

@@ -26,6 +26,7 @@ from attnflow.geometry.attribution import ScoreAttribution
 from tests.conformance import inputs as made
 from tests.conformance import oracles, senses
 from tests.conformance.alone import rows_alone
+from tests.conformance.explained import answer_explained
 from tests.conformance.inputs import LENGTH, Inputs
 from tests.conformance.loss import loss_read
 from tests.conformance.miniature import NotBuilt, Wrong
@@ -472,5 +473,6 @@ FEATURES: dict[str, Callable[[PreTrainedModel], str | None]] = {
     "bias": bias_attached,
     "geometry": geometry_scored,
     "attribution": scores_attributed,
+    "explain": answer_explained,
     "from_ffn": feed_forward_opened,
 }

@@ -355,8 +355,20 @@ def test_what_attnflow_put_on_a_model_is_part_of_the_flow(kind):
         assert any(edge.bias for edge in found.edges)
         with af.explain.reading(model, IDS) as reading:
             reading.answer(7, 9)
-            (lost,) = reading.remove(found.edges[:1]).alone
-            assert lost == pytest.approx(found.edges[0].effect, rel=0.5, abs=0.05)
+            (lost,), edge = reading.remove(found.edges[:1]).alone, found.edges[0]
+        values, width = {}, WIDTH // 4
+
+        def without(_, args):
+            heads = args[0].clone()
+            given = edge.weight * values["v"][0, edge.key, edge.head * width :][:width]
+            heads[0, edge.query, edge.head * width :][:width] -= given
+            return (heads,)
+
+        at = model.model.layers[edge.layer].self_attn
+        at.v_proj.register_forward_hook(lambda _, __, out: values.update(v=out))
+        at.o_proj.register_forward_pre_hook(without)
+        logits = model(IDS).logits[0, -1].detach()
+        assert lost == pytest.approx(found.value - float(logits[7] - logits[9]), abs=1e-5)
         weights = af.explain.weights(model, IDS, -1)
         torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
     elif kind == "mask":

@@ -153,7 +153,9 @@ class Design:
         inputs = TokenSequence(TokenTable(Ragged.single(own), own, made), own)
         position, token = np.array(self.labels, dtype=np.int64).reshape(-1, 2).T
         masks = [layer.mask for layer in self.layers]
-        task = Task(inputs, LabelTable.columns(position, token, token, token), masks if self.stacked else masks[0])
+        task = Task(
+            inputs, LabelTable.columns(position, token, token, token, 0, 1.0), masks if self.stacked else masks[0]
+        )
         vars(task)["flow"] = self.flow  # what the masks let flow is analysed once
         return task
 
