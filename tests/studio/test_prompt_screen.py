@@ -234,3 +234,10 @@ def test_a_cell_of_a_head_is_clicked_and_pointing_links_the_panels(prompt):
     prompt.locator(".picks rect:not(.chosen)").nth(1).click()
     settled(prompt)
     assert prompt.locator(".looked h3").text_content().startswith("L0H1:")
+
+
+def test_the_whole_is_saved_as_a_report(prompt):
+    write(prompt)
+    name, content = saved(prompt, prompt.get_by_role("button", name="Save report"))
+    assert name == "attnflow-prompt.html"
+    assert content.lower().startswith(b"<!doctype html>")
