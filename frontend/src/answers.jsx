@@ -3,6 +3,14 @@
 import { useSignal } from "@preact/signals";
 import { grouped, percent, plural } from "./format.js";
 
+const WORDS = {
+  Depth: "how many layers it takes until everything that can arrive has arrived",
+  Classes: "groups of positions that can all read one another; the boxes of the Hasse diagram",
+  Covers: "steps of the order with nothing between them; the lines of the Hasse diagram",
+  Pairs: "query and key pairs that the mask of one layer allows",
+  Flow: "pairs between which information can flow through any number of layers: the closure of the mask",
+};
+
 export function Order({ studio }) {
   const { value, error } = studio.answers.flow.value;
   const layer = studio.view.value?.layers[studio.layer.value];
@@ -19,11 +27,15 @@ export function Order({ studio }) {
       <dl class="facts">
         {rows.map(([name, number, note]) => (
           <div>
-            <dt>{name}</dt>
+            <dt title={WORDS[name]}>{name}</dt>
             <dd><b class="n">{number}</b><small>{note}</small></dd>
           </div>
         ))}
       </dl>
+      <details class="words-help">
+        <summary>What these words mean</summary>
+        <dl>{Object.entries(WORDS).map(([name, text]) => <div key={name}><dt>{name}</dt><dd>{text}</dd></div>)}</dl>
+      </details>
       {error && <p class="trouble">{error}</p>}
     </section>
   );
@@ -128,8 +140,8 @@ function Code({ studio }) {
 }
 
 /** What colours mean: [name of the colour, text]. */
-export function Legend({ items }) {
-  return <p class="legend">{items.map(([colour, text]) => <><span class={`swatch ${colour}`} /> {text}</>)}</p>;
+export function Legend({ items, marks = [] }) {
+  return <p class="legend">{items.map(([colour, text]) => <><span class={`swatch ${colour}`} /> {text}</>)}{marks.map(([mark, text]) => <><span class={`sign ${mark}`} /> {text}</>)}</p>;
 }
 
 export function CopyButton({ text, disabled = false, label = "Copy" }) {

@@ -3,7 +3,8 @@
 import { useSignal } from "@preact/signals";
 import { percent, plural } from "./format.js";
 import { ABLATED } from "./model.js";
-import { Bar, HeatMap, signed, Tokens } from "./model_charts.jsx";
+import { Bar, fixed, HeatMap, signed, Tokens } from "./model_charts.jsx";
+import { Save } from "./save.jsx";
 
 export function Trace({ state, value }) {
   const map = useSignal("values");
@@ -33,14 +34,14 @@ function Fired({ state, value, isBusy }) {
   const { text } = state.results.trace.value;
   const isOut = value.entries.some((entry) => entry.ablated !== null);
   const limit = Math.max(...value.entries.flatMap((entry) => [entry.effect, entry.ablated]).map((effect) => Math.abs(effect ?? 0)));
-  const Effect = ({ of }) => <><td class="n">{signed(of)}</td><td>{of !== null && <Bar value={of} limit={limit} />}</td></>;
+  const Effect = ({ of }) => <><td class="n">{fixed(of, 3)}</td><td>{of !== null && <Bar value={of} limit={limit} />}</td></>;
   return (
     <>
       <label class="switch"><input type="checkbox" role="switch" checked={state.isAblated.value} disabled={isBusy} onChange={(event) => state.ablate(event.currentTarget.checked)} /> Take the {ABLATED} strongest out, one by one</label>
       <p class="quiet">
         {state.busy.value === "trace" ? "At work …" : value.note || "Direct effects hold later layers still, so the model may lose much less, or gain, without an entry."}
       </p>
-      <div class="scroll" tabIndex={0} role="region" aria-label="Entries that fired">
+      <div class="scroll" tabIndex={0} role="region" aria-label="Entries that fired" data-saved><Save name="entries that fired" isTable />
         <table class="numbers fired">
           <thead>
             <tr>
@@ -57,9 +58,9 @@ function Fired({ state, value, isBusy }) {
                 <Effect of={entry.effect} />
                 {isOut && <><Effect of={entry.ablated} /><td class="n">{entry.lost === null ? "–" : points(entry.lost)}</td></>}
                 {entry.text ? <td colSpan={2}>{entry.text}</td> : <><td class="words">{entry.promotes}</td><td class="words">{entry.suppresses}</td></>}
-                <td class="n">{signed(entry.score)}</td>
-                <td class="n">{signed(entry.weight)}</td>
-                <td class="n">{entry.norm === null ? "–" : entry.norm.toPrecision(3)}</td>
+                <td class="n">{fixed(entry.score)}</td>
+                <td class="n">{fixed(entry.weight)}</td>
+                <td class="n">{entry.norm === null ? "–" : entry.norm.toFixed(2)}</td>
               </tr>
             ))}
           </tbody>
@@ -118,7 +119,7 @@ function Without({ state, value, isBusy }) {
   const shown = state.isOut.value && found?.entry === value.entry && found.position === value.position ? found : null;
   const limit = shown ? Math.max(...shown.rows.map((row) => Math.abs(row.change))) : 0;
   return (
-    <section class="without" aria-label="The next token without this entry">
+    <section class="without" aria-label="The next token without this entry" data-saved>{shown && <Save name="without the entry" isTable />}
       <label class="switch"><input type="checkbox" role="switch" checked={state.isOut.value} disabled={isBusy} onChange={(event) => state.takeOut(event.currentTarget.checked)} /> Take the entry out, and see the next token after “{after}”</label>
       {state.isOut.value && error && <p class="trouble" role="alert">{error}</p>}
       {shown && (
@@ -141,24 +142,24 @@ const points = (change) => (Math.abs(change) < 5e-7 ? "0" : signed(100 * change)
 function Words({ title, rows }) {
   const limit = Math.max(...rows.map((row) => Math.abs(row.value)));
   return (
-    <figure class="chart">
-      <figcaption>{title}</figcaption>
-      <table class="numbers words"><tbody>{rows.map((row, i) => <tr key={i}><th scope="row">{row.token}</th><td class="n">{signed(row.value)} σ</td><td><Bar value={row.value} limit={limit} /></td></tr>)}</tbody></table>
+    <figure class="chart" data-saved>
+      <figcaption>{title} <Save name={title} isTable /></figcaption>
+      <table class="numbers words"><tbody>{rows.map((row, i) => <tr key={i}><th scope="row">{row.token}</th><td class="n">{fixed(row.value)} σ</td><td><Bar value={row.value} limit={limit} /></td></tr>)}</tbody></table>
     </figure>
   );
 }
 
 function Nearest({ title, rows, isBusy, head, open }) {
   return (
-    <figure class="chart">
-      <figcaption>{title}</figcaption>
+    <figure class="chart" data-saved>
+      <figcaption>{title} <Save name={title} isTable /></figcaption>
       <table class="numbers">
         <thead><tr><th scope="col">layer · entry</th><th scope="col" class="n">cosine</th><th scope="col">pushes up</th></tr></thead>
         <tbody>
           {rows.map((one) => (
             <tr key={one.entry}>
               <th scope="row" class="n"><button type="button" disabled={isBusy} onClick={() => open({ ...one, head })}>{one.layer} · {one.entry}</button></th>
-              <td class="n">{signed(one.cosine)}</td>
+              <td class="n">{fixed(one.cosine)}</td>
               <td>{one.words}</td>
             </tr>
           ))}

@@ -8,6 +8,7 @@ import { grouped, plural } from "./format.js";
 import { Hasse } from "./hasse.jsx";
 import { Parameter } from "./mask_panel.jsx";
 import { MergedMatrix } from "./merged_matrix.jsx";
+import { Save } from "./save.jsx";
 
 const KINDS = { data: "a data token", mask: "[MASK], made of no token", mean: "the mean of tokens" };
 
@@ -17,7 +18,7 @@ export function Families({ studio }) {
   useEffect(() => void state.open(), []);
   const reply = state.reply.value;
   return (
-    <main class="families">
+    <main class="families" data-saved>
       <div class="side" role="group" aria-label="Family">
         <FamilyPanel state={state} />
         <Facts state={state} />
@@ -95,6 +96,7 @@ function TakeAway({ state, studio }) {
         <CopyButton label="Copy code" text={() => reply.code} disabled={!reply} />
         <button type="button" disabled={!reply} onClick={open} title="The merged task as a design: paint on it, read its code">Open as a mask</button>
       </div>
+      {reply && <p class="quiet">Merged mask <Save name="merged mask" /> Subtasks <Save name="subtasks" isTable /></p>}
     </section>
   );
 }
@@ -177,6 +179,8 @@ function Diagram({ state }) {
     field: useComputed(() => (state.node.value ? { position: state.node.value.positions[0], runs: state.node.value.reads.map((i) => [i, i + 1, 1]) } : null)),
     lit: useSignal(1),
     path: useComputed(() => state.leak.value?.witness ?? null),
+    look: (position) => (state.hover.value = state.reply.value.merged[position]?.node ?? null),
+    pick: (position) => position >= 0 && state.go(state.reply.value.merged[position].node),
   };
   return <Hasse studio={view} />;
 }

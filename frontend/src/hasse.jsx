@@ -3,6 +3,7 @@
 import { useSignal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
 import { grouped } from "./format.js";
+import { Save } from "./save.jsx";
 
 const MARGIN = 12;
 const LEAST = 0.62; // of the size at which the server sets its texts
@@ -12,11 +13,11 @@ export function Hasse({ studio }) {
   const content = diagram.value;
   if (!content) return <div class="hasse empty" aria-busy={!diagram.error}>{diagram.error || ""}</div>;
   return (
-    <figure class="hasse">
+    <figure class="hasse" data-saved>
       <Fitted content={content} here={boxHere(studio, content)}>
         {(scale) => <Boxes studio={studio} content={content} scale={scale} />}
       </Fitted>
-      <figcaption>{diagram.error || content.caption || "\u00a0"}</figcaption>
+      <figcaption><span>{diagram.error || content.caption || "Boxes: classes. Lines: covers. Flow: up."}</span> <Save name="hasse diagram" /></figcaption>
     </figure>
   );
 }
@@ -68,7 +69,7 @@ function Boxes({ studio, content, scale }) {
       ))}
       {way.slice(1).map((box, i) => <Jump from={content.boxes[way[i]]} to={content.boxes[box]} drawn={content.lines.some((l) => l.lower === way[i] && l.upper === box)} />)}
       {content.boxes.map((box, i) => (
-        <g class={`node${box.several ? " several" : ""}${lit?.has(i) ? " lit" : ""}${way.includes(i) ? " leak" : ""}${here === i ? " here" : ""}`}>
+        <g class={`node${box.several ? " several" : ""}${lit?.has(i) ? " lit" : ""}${way.includes(i) ? " leak" : ""}${here === i ? " here" : ""}${studio.pick && content.box_of ? " picks" : ""}`} onPointerEnter={() => studio.look?.(content.box_of?.indexOf(i) ?? -1)} onPointerLeave={() => studio.look?.(-1)} onClick={() => studio.pick?.(content.box_of?.indexOf(i) ?? -1)}>
           <title>{box.texts[2]}</title>
           {box.several && <rect class="behind" x={box.x - box.width / 2 + 4} y={box.y - box.height / 2 - 4} width={box.width} height={box.height} rx="6" />}
           <rect x={box.x - box.width / 2} y={box.y - box.height / 2} width={box.width} height={box.height} rx="6" />

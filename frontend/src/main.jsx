@@ -12,13 +12,14 @@ function openPage(root) {
   const sheet = new CSSStyleSheet(); // an object, which a policy against inline styles allows
   sheet.replaceSync(style);
   document.adoptedStyleSheets = [...document.adoptedStyleSheets, sheet];
-  const { token, design } = fragment();
+  const { token, design, place } = fragment();
   const studio = createStudio();
   const transport = socketTransport(token, Boolean(design), {
     onReply: studio.answer,
-    onOpen: () => studio.start(transport, { design, remember: (plain) => remember(token, plain) }),
+    onOpen: () => studio.start(transport, { design, place, remember: (plain, here) => remember(token, plain, here) }),
     onClosed: studio.close,
   });
+  addEventListener("popstate", () => studio.goTo(fragment().place));
   addEventListener("keydown", keysOf(studio));
   render(<Page studio={studio} />, root);
 }

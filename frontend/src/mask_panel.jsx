@@ -100,8 +100,8 @@ export function Parameter({ parameter, value, set }) {
     );
   const number = kind === "int";
   return (
-    <label class={number ? "field number" : "field"}>
-      <span>{name}</span>
+    <label class={number ? `field number${name.length > 7 ? " long" : ""}` : "field"}>
+      <span title={name}>{name}</span>
       <input type={number ? "number" : "text"} min={number ? 0 : undefined} value={shown} required={required} spellcheck={false} autocomplete="off"
         onInput={(event) => number && event.currentTarget.value !== "" && set(name, event.currentTarget.value, 250)}
         onChange={(event) => set(name, event.currentTarget.value)} />

@@ -87,6 +87,9 @@ export function Matrix({ studio }) {
       if (!at || event.button) return;
       if (studio.tool.value === "look") {
         studio.point(at);
+        const leaks = studio.answers.leaks.value.value?.leaks ?? [];
+        const leak = leaks.findIndex(({ position, token, carrier }) => position === at.query && (at.key === carrier || at.key === token));
+        if (leak >= 0 && studio.leak.value !== leak) studio.showLeak(leak);
         studio.pinned.value = event.pointerType === "mouse" ? !studio.pinned.value : false;
         return;
       }

@@ -1,10 +1,11 @@
 // The model that the studio was started with: its audit, its geometry, its bias, what its feed-forward layers do.
 
-import { useEffect } from "preact/hooks";
+import { useSignal } from "@preact/signals";
 import { Entry, Trace } from "./entry.jsx";
+import { Save } from "./save.jsx";
 import { grouped, percent, plural } from "./format.js";
 import { AuditMap, HeatMap, Plane, signed } from "./model_charts.jsx";
-import { createModel, VIEWS } from "./model.js";
+import { VIEWS } from "./model.js";
 import { Why } from "./why.jsx";
 
 const TITLES = { audit: "Audit", geometry: "Geometry", bias: "Bias", trace: "Trace", entry: "Entry", why: "Why" };
@@ -18,40 +19,21 @@ const ABOUT = {
 };
 
 // What is typed for a view: a signal of the state, its label, what an empty field means.
-const FIELDS = { entry: [["entry", "entry", "the strongest"], ["of", "layer", "its own"]], why: [["layer", "layer", ""], ["head", "head", ""]] };
+const FIELDS = { entry: [["entry", "entry", "the strongest"], ["of", "layer", "its own"]], why: [["layer", "layer", "the middle one"], ["head", "head", "the telling one"]] };
 
-export function Model({ studio }) {
-  studio.model ??= createModel(studio);
-  const state = studio.model;
-  useEffect(() => void state.open(), []);
-  const info = state.info.value;
-  if (info && !info.model)
-    return (
-      <main class="model-none">
-        <div class="ended">
-          <h2>No model</h2>
-          {studio.guest.value ? (
-            <p>This link is from an earlier run and opens its design alone. For a model, open the address that <code>attnflow studio</code> printed.</p>
-          ) : (
-            <p>Start the studio with one, and its audit, geometry, bias, trace, entries and scores are here: <code>attnflow studio smollm2-135m</code>, a folder, a GGUF file or a model of the hub.</p>
-          )}
-        </div>
-      </main>
-    );
+/** The views of a model: they share the text, the head and the token of the prompt above. */
+export function Views({ state, studio }) {
   return (
-    <main class="model">
+    <section class="model" aria-label="More about the model">
+      <Tabs state={state} />
       <div class="side" role="group" aria-label="Model">
-        <About state={state} />
-        <Text state={state} />
         <Work state={state} studio={studio} />
+        <About state={state} />
       </div>
-      <div class="results">
-        <Tabs state={state} />
-        <div id="model-view" class="view" role="tabpanel" aria-labelledby={`model-${state.tab.value}`} tabIndex={0}>
-          <View state={state} />
-        </div>
+      <div id="model-view" class="view" role="tabpanel" aria-labelledby={`model-${state.tab.value}`}>
+        <View state={state} />
       </div>
-    </main>
+    </section>
   );
 }
 
@@ -69,16 +51,6 @@ function About({ state }) {
   );
 }
 
-function Text({ state }) {
-  const info = state.info.value;
-  return (
-    <section class="panel" aria-labelledby="model-text">
-      <h2 id="model-text">{info && !info.reads ? "Token ids" : "Text"} <span class="aside n">{info ? `the first ${info.max_tokens} tokens are read` : ""}</span></h2>
-      <textarea rows="5" aria-labelledby="model-text" spellcheck={false} disabled={!info} maxLength={info?.max_characters} value={state.text.value} onInput={(event) => (state.text.value = event.currentTarget.value)} />
-    </section>
-  );
-}
-
 /** What is at work and how far it is; of fixed height, so that nothing jumps when it begins or ends. */
 function Work({ state, studio }) {
   const busy = state.busy.value;
@@ -86,6 +58,7 @@ function Work({ state, studio }) {
   const name = state.tab.value;
   const result = state.results[name].value;
   const ready = state.info.value && !busy && (name !== "bias" || state.info.value.bias);
+  const asks = !state.isQuick(name) || (FIELDS[name] ?? []).length > 0; // the others answer by themselves
   return (
     <section class="panel work" aria-labelledby="work-title">
       <h2 id="work-title">{TITLES[name]}</h2>
@@ -98,7 +71,7 @@ function Work({ state, studio }) {
           </label>
         ))}
         <div class="buttons">
-          <button type="submit" disabled={!ready}>{result.value ? "Run again" : "Run"}</button>
+          {asks && <button type="submit" disabled={!ready}>{result.value ? "Run again" : "Run"}</button>}
           <button type="button" disabled={!busy} onClick={state.stop}>Stop</button>
         </div>
       </form>
@@ -119,13 +92,13 @@ function Tabs({ state }) {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!step) return;
     const next = VIEWS[(VIEWS.indexOf(state.tab.value) + step + VIEWS.length) % VIEWS.length];
-    state.tab.value = next;
+    state.openTab(next);
     event.currentTarget.querySelector(`#model-${next}`).focus();
   };
   return (
     <div class="tabs" role="tablist" aria-label="What is asked of the model" onKeyDown={move}>
       {VIEWS.map((name) => (
-        <button type="button" role="tab" id={`model-${name}`} key={name} aria-selected={state.tab.value === name} aria-controls="model-view" tabIndex={state.tab.value === name ? 0 : -1} onClick={() => (state.tab.value = name)}>
+        <button type="button" role="tab" id={`model-${name}`} key={name} aria-selected={state.tab.value === name} aria-controls="model-view" tabIndex={state.tab.value === name ? 0 : -1} onClick={() => state.openTab(name)}>
           {TITLES[name]}
           {name === "audit" && state.results.audit.value.value?.total > 0 && <span class="count n">{state.results.audit.value.value.total}</span>}
         </button>
@@ -152,22 +125,24 @@ function emptyText(state, name, info) {
   if (state.busy.value === name) return "At work …";
   if (!info) return state.error.value ? "The model has not been read." : "The model is being read …";
   if (name === "bias" && !info.bias) return "This model has no attached bias. Start the studio with one: attnflow studio MODEL --bias DIR.";
-  return `Nothing yet: “Run” on the left asks it.`;
+  return `Nothing yet: “Run” asks it.`;
 }
 
 function Audit({ value }) {
   const [first] = value.violations;
+  const module = useSignal(null); // whose violations are listed
+  const listed = value.violations.filter((each) => module.value === null || each.module === module.value);
   return (
     <>
       <p class={`verdict ${value.verdict === "leak" ? "bad" : value.verdict === "clean" ? "good" : ""}`} role="status">
         {first ? <>{plural(value.total, "violation")}; the first thing that moves is <code>{first.module}</code>{first.layer === null ? "" : `, layer ${first.layer}`}</> : value.verdict === "clean" ? "Clean: no output moved against the order" : "Nothing was tested: the order forbids no pair"}
       </p>
-      <AuditMap value={value} first={first} />
+      <AuditMap value={value} first={first} module={module} />
       {first && (
-        <table class="violations">
+        <div data-saved><Save name="violations" isTable /><table class="violations">
           <thead><tr><th scope="col">kind</th><th scope="col">module</th><th scope="col" class="n">layer</th><th scope="col">from</th><th scope="col">to</th><th scope="col" class="n">change</th></tr></thead>
           <tbody>
-            {value.violations.map((each, i) => (
+            {listed.map((each, i) => (
               <tr key={i} title={each.text}>
                 <th scope="row">{each.kind}</th>
                 <td><code>{each.module}</code></td>
@@ -178,7 +153,7 @@ function Audit({ value }) {
               </tr>
             ))}
           </tbody>
-        </table>
+        </table></div>
       )}
       {value.total > value.violations.length && <p class="quiet">and {grouped(value.total - value.violations.length)} more</p>}
       <dl class="lines">{value.facts.map(([name, text]) => <div key={name}><dt>{name}</dt><dd class="n">{text}</dd></div>)}</dl>
@@ -189,7 +164,7 @@ function Audit({ value }) {
 
 const place = (value, position) => (position === null ? "–" : value.tokens[position] === undefined ? `${position}` : `${position} ${value.tokens[position]}`);
 
-function Geometry({ value }) {
+function Geometry({ state, value }) {
   return value.stacks.map((stack) => (
     <section key={stack.what}>
       <h3>{value.stacks.length > 1 ? stack.what : plural(stack.points.length, "layer")} <span class="aside n">median symmetry {signed(stack.quartiles.symmetry[1])}, directionality {signed(stack.quartiles.directionality[1])} ({value.reading})</span></h3>
@@ -197,8 +172,8 @@ function Geometry({ value }) {
         <Plane stack={stack} />
         {stack.heads.symmetry && (
           <div class="heads">
-            <Heads title="Symmetry of heads" values={stack.heads.symmetry} />
-            <Heads title="Directionality of heads" values={stack.heads.directionality} />
+            <Heads title="Symmetry of heads" state={state} values={stack.heads.symmetry} />
+            <Heads title="Directionality of heads" state={state} values={stack.heads.directionality} />
           </div>
         )}
       </div>
@@ -208,13 +183,13 @@ function Geometry({ value }) {
   ));
 }
 
-const Heads = ({ title, values }) => <HeatMap title={title} values={values} x="head" y="layer" sides={values.map((_, i) => `layer ${i}`)} columns={values[0].map((_, i) => `head ${i}`)} />;
+const Heads = ({ title, state, values }) => <HeatMap title={title} onPick={state.pickHead} row={Number(state.fields.layer.value)} column={/^\d+$/.test(state.fields.head.value) && Number(state.fields.layer.value) < values.length ? Number(state.fields.head.value) : null} values={values} x="head" y="layer" sides={values.map((_, i) => `layer ${i}`)} columns={values[0].map((_, i) => `head ${i}`)} />;
 
 function Bias({ state, value }) {
   return (
     <>
       <h3>Strength by layer</h3>
-      <table class="numbers">
+      <div data-saved><Save name="bias by layer" isTable /><table class="numbers">
         <thead><tr><th scope="col">layer</th><th scope="col" class="n">strength</th><th scope="col" class="n">weight moved</th><th scope="col" class="n">rank 1</th></tr></thead>
         <tbody>
           {value.layers.map((each) => (
@@ -226,7 +201,7 @@ function Bias({ state, value }) {
             </tr>
           ))}
         </tbody>
-      </table>
+      </table></div>
       <HeatMap title={value.layer === null ? "The last query in every layer" : `Every query in layer ${value.layer}`} values={value.values} x="key" y={value.layer === null ? "layer" : "query"} sides={value.sides} columns={value.tokens} />
       <p class="quiet">The bias is centred over each row, because softmax sees nothing else of it. Choose a layer to see all its queries.</p>
     </>

@@ -1,13 +1,17 @@
 // Drawings of what the server says of a model: the map of an audit, a plane of layers, a map of numbers.
 
 import { useSignal } from "@preact/signals";
+import { Save } from "./save.jsx";
 
 export const signed = (value) => (value === null || value === undefined ? "–" : `${value < 0 ? "−" : "+"}${Math.abs(value).toPrecision(3)}`);
+
+/** The same with as many digits after the point in every row of a column, so that digits align. */
+export const fixed = (value, digits = 2) => (value === null || value === undefined ? "–" : `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}`);
 
 const LOOKS = { clean: "clean", breaks: "breaks the order", carries: "carries a break on" };
 
 /** Watched modules in columns, layers that are alike in a row; where a flow against the order starts is marked. */
-export function AuditMap({ value, first }) {
+export function AuditMap({ value, first, module }) {
   return (
     <div class="audit-map">
       {value.strips.map((strip) => (
@@ -21,7 +25,7 @@ export function AuditMap({ value, first }) {
                   <th scope="row" class="n">{row.name}</th>
                   {row.cells.map((status, i) => (
                     <td>
-                      {status && <span class={`module ${status}${isFirst(first, strip, row, i) ? " first" : ""}`} title={`${strip.names[i]}: ${LOOKS[status]}`}>{status === "breaks" ? "!" : ""}<span class="sr">{LOOKS[status]}</span></span>}
+                      {status && <Module status={status} name={strip.names[i]} isFirst={isFirst(first, strip, row, i)} path={pathOf(strip, row, i)} module={module} />}
                     </td>
                   ))}
                 </tr>
@@ -34,6 +38,20 @@ export function AuditMap({ value, first }) {
     </div>
   );
 }
+
+/** A cell of the map; where a leak starts it is clicked to see that leak alone in the table. */
+function Module({ status, name, isFirst, path, module }) {
+  const look = `module ${status}${isFirst ? " first" : ""}${module.value === path ? " lit" : ""}`;
+  const content = <>{status === "breaks" ? "!" : ""}<span class="sr">{LOOKS[status]}</span></>;
+  if (status !== "breaks") return <span class={look} title={`${name}: ${LOOKS[status]}`}>{content}</span>;
+  return <button type="button" class={look} title={`${name}: ${LOOKS[status]}`} aria-pressed={module.value === path} onClick={() => (module.value = module.value === path ? null : path)}>{content}</button>;
+}
+
+const pathOf = (strip, row, i) => {
+  const layer = /^layer (\d+)$/.exec(row.name)?.[1];
+  const within = layer === undefined ? strip.names[i] : `${strip.stack}.${layer}.${strip.names[i]}`;
+  return strip.names[i] === "(layer)" ? `${strip.stack}.${layer}` : within;
+};
 
 /** Whether a cell is the first module that moves: the server's name of it ends in the name of the column. */
 function isFirst(first, strip, row, i) {
@@ -56,9 +74,10 @@ export function Plane({ stack }) {
   const [s, d] = [stack.quartiles.symmetry.map(x.at), stack.quartiles.directionality.map(y.at)];
   const last = Math.max(1, points.length - 1);
   const here = pointed.value === null ? null : points[pointed.value];
+  const named = apart(points.map((point) => [x.at(point.symmetry) + 6, y.at(point.directionality) - 4]));
   return (
-    <figure class="chart">
-      <figcaption>Symmetry and directionality</figcaption>
+    <figure class="chart" data-saved>
+      <figcaption>Symmetry and directionality <Save name="geometry of layers" rows={() => [["layer", "symmetry", "directionality"], ...points.map((point) => [point.layer, point.symmetry, point.directionality])]} /></figcaption>
       <svg viewBox={`0 0 ${SIDE.width} ${SIDE.height}`} role="img" aria-label={`Symmetry against directionality of ${points.length} layers`}>
         <rect class="chance" x={x.at(bands.symmetry[0])} y={SIDE.top} width={Math.max(0, x.at(bands.symmetry[1]) - x.at(bands.symmetry[0]))} height={SIDE.height - SIDE.top - SIDE.bottom} />
         <rect class="chance" x={SIDE.left} y={y.at(bands.directionality[1])} width={SIDE.width - SIDE.left - SIDE.right} height={Math.max(0, y.at(bands.directionality[0]) - y.at(bands.directionality[1]))} />
@@ -69,7 +88,7 @@ export function Plane({ stack }) {
         {points.map((point, i) => (
           <g class="point" onPointerEnter={() => (pointed.value = i)} onPointerLeave={() => (pointed.value = null)}>
             <circle cx={x.at(point.symmetry)} cy={y.at(point.directionality)} r={pointed.value === i ? 6 : 4} fill-opacity={0.25 + (0.75 * i) / last} />
-            <text x={x.at(point.symmetry) + 6} y={y.at(point.directionality) - 4}>{point.layer}</text>
+            {(named.has(i) || pointed.value === i) && <text x={x.at(point.symmetry) + 6} y={y.at(point.directionality) - 4}>{point.layer}</text>}
           </g>
         ))}
         <path class="quartiles" d={`M${s[0]},${d[1]}H${s[2]}M${s[1]},${d[0]}V${d[2]}`} />
@@ -77,6 +96,14 @@ export function Plane({ stack }) {
       <p class="readout n">{here ? `layer ${here.layer}: symmetry ${signed(here.symmetry)}, directionality ${signed(here.directionality)}` : "Dots are layers, later ones darker; the cross holds the quartiles."}</p>
     </figure>
   );
+}
+
+/** Which of these places can have a number beside them without covering another: the first and the last, and what is free. */
+function apart(places) {
+  const order = [places.length - 1, ...places.keys()];
+  const taken = [];
+  const free = ([x, y]) => taken.every(([a, b]) => Math.abs(x - a) > 16 || Math.abs(y - b) > 10);
+  return new Set(order.filter((i) => free(places[i]) && taken.push(places[i])));
 }
 
 /** A linear scale with round ticks. */
@@ -95,9 +122,9 @@ function scale(values, from, to) {
 const WIDEST = 720;
 
 /** Numbers as colours, the first row at the top: blue where positive, red where negative; `onPick(row, column)` takes a click. */
-export function HeatMap({ title, values, sides, columns, x, y, row = null, column = null, onPick = null, words = signed }) {
+export function HeatMap({ title, values, sides, columns, x, y, row = null, column = null, onPick = null, words = signed, full = null }) {
   const pointed = useSignal(null);
-  const { limit, largest } = reach(values);
+  const { limit, largest } = full ? { limit: full, largest: reach(values).largest } : reach(values);
   const cell = Math.max(4, Math.min(18, Math.floor(WIDEST / columns.length)));
   const high = Math.max(8, Math.min(18, Math.floor(420 / values.length)));
   const left = 24 + 6.4 * Math.min(16, Math.max(...sides.map((side) => side.length)));
@@ -107,8 +134,8 @@ export function HeatMap({ title, values, sides, columns, x, y, row = null, colum
   const here = pointed.value;
   const [wide, tall] = [cell * columns.length, high * values.length];
   return (
-    <figure class={onPick ? "chart heat picks" : "chart heat"}>
-      <figcaption>{title}</figcaption>
+    <figure class={onPick ? "chart heat picks" : "chart heat"} data-saved>
+      <figcaption>{title} <Save name={title} rows={() => [[y, ...columns], ...values.map((cells, r) => [sides[r], ...cells])]} /></figcaption>
       <div class="scroll" tabIndex={0} role="region" aria-label={title}>
         <svg width={Math.max(left + wide, left + 6 * x.length) + 4} height={Math.max(top + tall, top + 6 * y.length) + 4} role="img" aria-label={`${title}: ${values.length} rows (${y}), ${columns.length} columns (${x}), largest size ${largest.toPrecision(3)}`} onPointerLeave={() => (pointed.value = null)}>
           <text class="axis" x={left} y={11}>{x} →</text>
@@ -125,7 +152,7 @@ export function HeatMap({ title, values, sides, columns, x, y, row = null, colum
           {column !== null && <rect class="chosen" x={left + column * cell - 0.8} y={top + (row ?? 0) * high - 0.8} width={cell + 1} height={(row === null ? tall : high) + 1} />}
         </svg>
       </div>
-      <p class="readout n">{here ? `${sides[here[0]]}, ${columns[here[1]]}: ${words(values[here[0]][here[1]])}` : `Largest size ${largest.toPrecision(3)}${limit < largest ? `; colours end at ${limit.toPrecision(3)}, which 99 of 100 stay below` : ""}. Blue is positive, red negative.`}</p>
+      <p class="readout n">{here ? `${sides[here[0]]}, ${columns[here[1]]}: ${words(values[here[0]][here[1]])}` : full ? `Full colour is ${words(full)}; the largest is ${words(largest)}.` : `Largest size ${largest.toPrecision(3)}${limit < largest ? `; colours end at ${limit.toPrecision(3)}, which 99 of 100 stay below` : ""}. Blue is positive, red negative.`}</p>
     </figure>
   );
 }
@@ -151,8 +178,8 @@ export function Bar({ value, limit }) {
 }
 
 /** Tokens as buttons, coloured by a number; the chosen one is pressed. */
-export function Tokens({ label, tokens, values = null, chosen = null, disabled = false, onPick, words = signed }) {
-  const limit = values ? Math.max(...values.map((value) => Math.abs(value ?? 0))) : 0;
+export function Tokens({ label, tokens, values = null, chosen = null, disabled = false, onPick, words = signed, full = null }) {
+  const limit = full ?? (values ? Math.max(...values.map((value) => Math.abs(value ?? 0))) : 0);
   return (
     <div class="strip pick" role="group" aria-label={label}>
       {tokens.map((token, i) => (

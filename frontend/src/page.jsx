@@ -7,22 +7,24 @@ import { Hasse } from "./hasse.jsx";
 import { LabelsPanel } from "./labels_panel.jsx";
 import { BrushPanel, FileButton, LayersPanel, MaskPanel } from "./mask_panel.jsx";
 import { Matrix } from "./matrix.jsx";
+import { Save, saveText } from "./save.jsx";
 import { Screen, ScreenTabs } from "./screens.jsx";
 
-const NAMES = { families: "the families", family: "the family", flow: "the order", diagram: "the Hasse diagram", leaks: "the leaks", blocks: "the blocks", tile: "the picture", restore: "the design of the link", load: "the file" };
+const NAMES = { report: "the report",  families: "the families", family: "the family", flow: "the order", diagram: "the Hasse diagram", leaks: "the leaks", blocks: "the blocks", tile: "the picture", restore: "the design of the link", load: "the file" };
 
 const GUEST = "This link is from an earlier run of the studio; its design is open here.";
 
 export function Page({ studio }) {
   useSignalEffect(() => {
     const layer = studio.view.value?.layers[0];
-    if (layer) document.title = `${layer.title.slice(0, 60)} · attnflow studio`;
+    const subject = studio.screen.value === "prompt" ? studio.modelName.value : layer?.title;
+    if (subject) document.title = `${subject.slice(0, 60)} · attnflow studio`;
   });
   if (studio.status.value === "closed" && !studio.view.value) return <Ended reason={studio.reason.value} />;
   return (
     <div class={studio.status.value === "closed" ? "page closed" : "page"} data-settled={studio.asked.value === 0 && studio.view.value !== null} data-linked={studio.linked.value} data-span={studio.window.value?.span ?? studio.size.value}>
       <Bar studio={studio} />
-      {studio.screen.value === "mask" ? <MaskScreen studio={studio} /> : <Screen studio={studio} />}
+      {studio.screen.value === "mask" ? <MaskScreen studio={studio} /> : studio.screen.value ? <Screen studio={studio} /> : <main />}
       <Status studio={studio} />
     </div>
   );
@@ -32,12 +34,13 @@ function MaskScreen({ studio }) {
   return (
     <main>
       <div class="side" aria-label="Design" role="group">
+        <Purpose studio={studio} />
         <MaskPanel studio={studio} />
         <LayersPanel studio={studio} />
         <BrushPanel studio={studio} />
         <LabelsPanel studio={studio} />
       </div>
-      <div class="centre">
+      <div class="centre" data-saved>
         <Matrix studio={studio} />
         <Readout studio={studio} />
       </div>
@@ -50,6 +53,19 @@ function MaskScreen({ studio }) {
   );
 }
 
+/** What the screen is for, to who sees it first. */
+function Purpose({ studio }) {
+  const isWelcome = studio.view.value?.tokens.join(" ") === WELCOME;
+  return (
+    <details class="panel purpose" open={isWelcome}>
+      <summary>What this is for</summary>
+      <p>Draw who may attend to whom, and see at once where information can flow, through how many layers, and which label leaks.{isWelcome ? " This one: two packed documents of six tokens each. “.” may read “We”, the first token of the next document, which it must predict: a leak." : ""}</p>
+    </details>
+  );
+}
+
+const WELCOME = "The cat sat down here . We like hot black tea !";
+
 function Bar({ studio }) {
   const view = studio.view.value;
   const onMask = studio.screen.value === "mask";
@@ -57,9 +73,10 @@ function Bar({ studio }) {
     <header>
       <h1><span>attnflow</span> studio</h1>
       <ScreenTabs studio={studio} />
-      <span class="subject" title={view?.layers[studio.layer.value]?.title}>{view && onMask ? `${grouped(view.size)} positions` : ""}</span>
+      <span class="subject" title={onMask ? view?.layers[studio.layer.value]?.title : undefined}>{onMask ? (view ? `${grouped(view.size)} positions` : "") : studio.screen.value === "prompt" ? studio.modelName.value : ""}</span>
       <div class="tools">
         {onMask && <MaskTools studio={studio} view={view} />}
+        {studio.screen.value !== "families" && <ReportButton studio={studio} />}
         <button type="button" onClick={toggleTheme} title="Light or dark">Theme</button>
       </div>
     </header>
@@ -75,6 +92,21 @@ function MaskTools({ studio, view }) {
       <CopyButton text={() => location.href} disabled={!view?.design} label="Copy link" />
     </>
   );
+}
+
+/** The whole as one page, which needs neither the studio nor a network. */
+function ReportButton({ studio }) {
+  const onMask = studio.screen.value === "mask";
+  const pane = studio.opened.value ? studio.model.pane.value : null;
+  const isReady = onMask ? studio.view.value : pane?.flow.value.value;
+  const save = async () => {
+    const reply = onMask ? await studio.ask({ op: "report" }) : await pane.report();
+    studio.waiting.value = null;
+    if (!reply) return;
+    if (!reply.ok) studio.message.value = { kind: "error", text: reply.error };
+    else saveText(`attnflow-${onMask ? "mask" : "prompt"}.html`, reply.html, "text/html");
+  };
+  return <button type="button" disabled={!isReady} onClick={save} title="The whole as one file">Save report</button>;
 }
 
 function toggleTheme() {
@@ -93,6 +125,13 @@ function legendOf(studio) {
   return [["given", `in both ${grouped(preview.both)}`], ["missing", `only in the mask ${grouped(preview.here)}`], ["extra", `only in ${name} ${grouped(preview.chosen)}`]];
 }
 
+/** What marks beside the rows mean. */
+function marksOf(studio) {
+  const leaks = studio.answers.leaks.value.value;
+  if (!studio.view.value?.num_labels || !leaks) return [];
+  return [["dot", "has a label"], ...(leaks.total ? [["dot leaks", "its label leaks"]] : []), ...(leaks.num_dead ? [["dash", "dead: no label reads it"]] : [])];
+}
+
 function Readout({ studio }) {
   const most = studio.maxLayers.value;
   const field = studio.field.value;
@@ -101,7 +140,7 @@ function Readout({ studio }) {
   const n = studio.size.value;
   return (
     <div class="reading">
-      <Legend items={legendOf(studio)} />
+      <Legend items={legendOf(studio)} marks={marksOf(studio)} />
       <label class="slider">
         <span>Layers</span>
         <input type="range" aria-label="Layers" min="0" max={most} value={studio.lit.value} aria-valuetext={`after ${studio.lit.value} of ${studio.depth.value} layers`} onInput={(event) => (studio.layers.value = Number(event.currentTarget.value))} />
@@ -111,6 +150,7 @@ function Readout({ studio }) {
         <button type="button" aria-label="Zoom in" onClick={() => studio.zoom(0.5, studio.cursor.value ?? undefined)}>+</button>
         <button type="button" aria-label="Zoom out" onClick={() => studio.zoom(2, studio.cursor.value ?? undefined)}>−</button>
         <button type="button" disabled={!studio.window.value} onClick={() => studio.zoom(Infinity)}>Whole</button>
+        <Save name="mask" />
       </div>
       <output id="readout" aria-live="polite">
         {field && studio.cursor.value

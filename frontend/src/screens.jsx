@@ -1,18 +1,20 @@
-// What the studio shows: a mask, a family of tasks, a model. Each screen keeps what it had while another one is shown.
+// What the studio shows: a prompt of a model, a mask, a family of tasks. Each screen keeps what it had while another one is shown.
 
 import { Families } from "./families.jsx";
-import { Model } from "./model.jsx";
+import { Prompt } from "./prompt.jsx";
 
-export const SCREENS = [
+const SCREENS = [
+  ["prompt", "Prompt"],
   ["mask", "Mask"],
   ["families", "Families"],
-  ["model", "Model"],
 ];
 
 export function ScreenTabs({ studio }) {
+  const [prompt, ...masks] = SCREENS;
+  const screens = studio.modelName.value ? SCREENS : [...masks, prompt]; // a model that was given comes first
   return (
     <nav class="screens" aria-label="Screens">
-      {SCREENS.map(([name, label]) => (
+      {screens.map(([name, label]) => (
         <button type="button" key={name} aria-current={studio.screen.value === name ? "page" : undefined} onClick={() => (studio.screen.value = name)}>{label}</button>
       ))}
     </nav>
@@ -21,5 +23,5 @@ export function ScreenTabs({ studio }) {
 
 /** The screen that is shown in place of the mask's. */
 export function Screen({ studio }) {
-  return studio.screen.value === "families" ? <Families studio={studio} /> : <Model studio={studio} />;
+  return studio.screen.value === "families" ? <Families studio={studio} /> : <Prompt studio={studio} />;
 }

@@ -14,7 +14,7 @@ export function socketTransport(token, guest, { onReply, onOpen, onClosed }) {
   let opened = false;
   socket.addEventListener("open", () => {
     opened = true;
-    socket.send(JSON.stringify({ token, guest }));
+    socket.send(JSON.stringify({ token, guest, page: pageName() }));
     onOpen();
   });
   socket.addEventListener("message", (event) => onReply(JSON.parse(event.data)));
@@ -25,17 +25,30 @@ export function socketTransport(token, guest, { onReply, onOpen, onClosed }) {
   return { send: (message) => socket.readyState === WebSocket.OPEN && socket.send(JSON.stringify(message)) };
 }
 
-/** What the fragment of an address holds: the token, and the design that a link brings. */
-export function fragment() {
-  const values = new URLSearchParams(location.hash.slice(1));
-  return { token: values.get("token") ?? "", design: decoded(values.get("design")) };
+/** The name by which the server knows this page again when it is loaded again: that of its tab. */
+function pageName() {
+  const known = sessionStorage.getItem("attnflow page");
+  const name = known ?? crypto.randomUUID();
+  sessionStorage.setItem("attnflow page", name);
+  return name;
 }
 
-/** Put a design into the address, so that a reload or a bookmark brings it back. */
-export function remember(token, design) {
+const NUMBERS = ["layer", "head", "query", "key", "entry", "at", "position", "answer"];
+
+/** What the fragment of an address holds: the token, the design that a link brings, and the place that is looked at. */
+export function fragment() {
+  const { token = "", design = null, ...rest } = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  const place = Object.entries(rest).map(([name, text]) => [name, NUMBERS.includes(name) && /^\d{1,9}$/.test(text) ? Number(text) : text]);
+  return { token, design: decoded(design), place: Object.fromEntries(place) };
+}
+
+/** Put a design and a place into the address, so that a reload or a bookmark brings them back, and Back the screen before. */
+export function remember(token, design, place) {
   const values = new URLSearchParams({ token });
+  for (const [name, value] of Object.entries(place)) if (value !== null && value !== undefined && value !== "") values.set(name, value);
   if (design) values.set("design", encoded(design));
-  history.replaceState(null, "", `#${values}`);
+  const isNew = place.screen !== undefined && history.state?.screen !== undefined && history.state.screen !== place.screen;
+  history[isNew ? "pushState" : "replaceState"]({ screen: place.screen }, "", `#${values}`);
 }
 
 function encoded(text) {

@@ -12,7 +12,8 @@ export const FINE = 1024; // positions up to which every pair is drawn
 export function createStudio() {
   const studio = {
     status: signal("connecting"), // connecting, open, closed
-    screen: signal("mask"),
+    screen: signal(null), // the prompt's if there is a model, else the mask's
+    modelName: signal(null),
     progress: signal(null), // [done, total, what] of the work on a model
     reason: signal(""),
     guest: signal(false), // whether the address has the token of an earlier run, whose design alone is shown
@@ -35,9 +36,11 @@ export function createStudio() {
     tool: signal("look"),
     brush: signal(1),
     leak: signal(null), // number of the leak that is drawn
+    opened: signal(false), // whether the model has a state
     window: signal(null), // {query, key, span}
     tab: signal("leaks"),
     model: null, // the state of the model's screen
+    place: {}, // what the address said of it, until it is opened
   };
   const pending = new Map();
   let transport = null;
@@ -132,13 +135,21 @@ export function createStudio() {
   }
 
   // Browsers refuse an address that changes with every stroke: it follows when the hand rests.
+  let linkedDesign = null;
   function link(design) {
     clearTimeout(linking);
+    linkedDesign = design;
     studio.linked.value = false;
     linking = setTimeout(() => {
-      remembering(design);
+      remembering(linkedDesign, here());
       studio.linked.value = true;
     }, 300);
+  }
+
+  /** What is looked at, for the address. */
+  function here() {
+    const { screen, ...place } = studio.place;
+    return { screen: studio.screen.value, ...(studio.opened.value ? studio.model.here.value : place) };
   }
 
   /** Look at a mask of the catalogue beside the layer's, with settings that suit it where none are given; or at none. */
@@ -224,6 +235,7 @@ export function createStudio() {
   Object.assign(studio, {
     act,
     ask,
+    count,
     draw,
     consider,
     async showCode() {
@@ -248,6 +260,17 @@ export function createStudio() {
       studio.cursor.value = cursor;
       if (!cursor) studio.field.value = null;
       else follow();
+    },
+    /** Point at a position from the diagram, unless one is held; a click holds it, or lets it go. */
+    look(position) {
+      if (!studio.pinned.value) studio.point(position < 0 ? null : { query: position, key: position });
+    },
+    pick(position) {
+      if (position < 0) return;
+      const isHeld = studio.pinned.value && studio.cursor.value?.query === position;
+      studio.pinned.value = false;
+      studio.point({ query: position, key: position });
+      studio.pinned.value = !isHeld;
     },
     zoom(factor, centre) {
       const n = studio.size.value;
@@ -277,15 +300,28 @@ export function createStudio() {
       draw();
       inquire();
     },
-    async start(newTransport, { design, remember } = {}) {
+    async start(newTransport, { design, place = {}, remember } = {}) {
       transport = newTransport;
       remembering = remember ?? (() => {});
+      studio.place = place;
       studio.status.value = "open";
+      const about = await ask({ op: "about" }, true);
+      batch(() => {
+        studio.modelName.value = about.model;
+        studio.screen.value ??= ["prompt", "mask", "families"].includes(place.screen) ? place.screen : about.model ? "prompt" : "mask";
+      });
       const [list, state] = await Promise.all([ask({ op: "catalogue" }), ask({ op: "state" })]);
       studio.catalogue.value = list;
       take(state);
-      if (design) await act("restore", { design });
+      if (design && JSON.stringify(design) !== state.design) await act("restore", { design });
       else await Promise.all([draw(), inquire()]);
+      if (studio.answers.leaks.peek().value?.total && studio.leak.peek() === null) studio.showLeak(0);
+    },
+    /** Show a place of an earlier address: Back and Forward. */
+    goTo(place) {
+      studio.place = place;
+      if (place.screen) studio.screen.value = place.screen;
+      studio.model?.goTo(place);
     },
     answer(reply) {
       if (reply.guest) return void (studio.guest.value = true);
@@ -335,6 +371,10 @@ export function createStudio() {
 
   effect(() => {
     if (studio.lit.value > (studio.field.peek()?.followed ?? Infinity)) followLater();
+  });
+  effect(() => {
+    const place = here();
+    if (studio.view.peek() && place.screen) link(linkedDesign);
   });
   effect(() => {
     if (studio.tab.value === "code" && studio.view.peek()) studio.showCode();

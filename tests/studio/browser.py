@@ -227,8 +227,8 @@ def legible(page, size, *expected) -> None:
     """Everything has a name and contrast, and lies within the window."""
     assert nameless(page, *expected) == []
     page.wait_for_timeout(200)  # colours fade over
-    assert page.evaluate(CONTRAST) == []
+    assert not (pale := page.evaluate(CONTRAST)), pale
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
-    assert page.evaluate(RINGS) == []
+    assert not (unseen := page.evaluate(RINGS)), unseen
     if size == "wide":
         assert page.evaluate("document.documentElement.scrollHeight") <= SIZES[size][1]

@@ -341,7 +341,7 @@ def test_a_link_of_an_earlier_run_brings_its_design_and_nothing_of_this_run(brow
             page.get_by_role("button", name="Undo").click()
             settled(page)
             assert mask_of(page) == masks.causal(8)
-            page.get_by_role("button", name="Model", exact=True).click()
+            page.get_by_role("button", name="Prompt", exact=True).click()
             page.get_by_text("opens its design alone").wait_for()
     with serving(port=port) as third, watched(browser, third.origin, quiet=False) as page:
         page.goto(link.partition("&design")[0])

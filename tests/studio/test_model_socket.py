@@ -1,6 +1,7 @@
 """The model behind a page: it is the server's, its work says how far it is and is stopped, and masks do not wait."""
 
 import json
+import time
 
 import psutil
 import pytest
@@ -9,7 +10,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("websockets")
 
 from tests.models.saved import save_tiny_llama
-from tests.studio.server import serving
+from tests.studio.server import Page, serving
 
 pytestmark = pytest.mark.slow  # each page starts a process that imports torch and reads a model
 
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    with serving(model={"model": folder, "bias": None}) as running:
+    with serving(model={"model": folder, "bias": None}, kept=3.0) as running:
         yield running
 
 
@@ -50,7 +51,7 @@ def of_model(server):
     return [each for each in psutil.Process(server.process.pid).children() if "model" in each.cmdline()]
 
 
-def test_the_model_is_the_one_of_the_command_line_and_ends_with_its_page(server, folder):
+def test_the_model_is_the_one_of_the_command_line_and_ends_after_its_page(server, folder):
     with server.page() as page:
         reply, progress = ask(page, "model", model="/etc/passwd", path="/etc/passwd", bias="/etc")
         assert (reply["model"], reply["kind"], reply["bias"]) == (folder, "LlamaForCausalLM", False)
@@ -98,3 +99,43 @@ def test_masks_do_not_wait_for_the_model_and_a_stop_ends_its_process(server):
         assert (reply["ok"], reply["error"]) == (False, "stopped")
         process.wait(30)
         assert ask(page, "audit", text=TEXT)[0]["verdict"] == "clean", "a new process reads the model again"
+
+
+def test_a_page_that_is_loaded_again_has_its_process_and_another_has_the_model_at_once(server):
+    """What a page changed is there after a reload; one process reads the model for all pages, and one waits."""
+    first, second = (json.dumps({"token": server.token, "page": name}) for name in ("first", "second"))
+    with server.connect() as socket:
+        socket.send(first)
+        page = Page(socket)
+        assert page.ask("invert")["ok"]
+        assert page.ask("about")["model"] is not None
+        assert ask(page, "model")[0]["ok"]
+        [process] = of_model(server)
+    with server.connect() as again, server.connect() as other:
+        again.send(first)
+        assert Page(again).ask("state")["undo"] == "invert"
+        other.send(second)
+        assert Page(other).ask("state")["undo"] is None
+        reply, progress = ask(Page(other), "model")
+        assert reply["ok"]
+        assert not progress, "it was read before"
+        assert of_model(server) == [process]
+        for _ in range(300):
+            if len(psutil.Process(server.process.pid).children()) == 4:  # two pages, the model, the one that waits
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail("no process waits for the next page")
+    process.wait(60)
+
+
+def test_a_page_that_leaves_in_the_middle_of_an_answer_leaves_the_process_in_order(server):
+    with server.page() as page:
+        page.socket.send(json.dumps({"id": 2, "op": "explain", "text": TEXT}))
+        heard_one = json.loads(page.socket.recv(timeout=300))
+        assert "progress" in heard_one
+    with server.page() as page:
+        assert ask(page, "geometry")[0]["stacks"]
+        reply, progress = ask(page, "explain", text=TEXT)
+        assert reply["edges"]
+        assert not progress, "the answer was kept for who asks again"

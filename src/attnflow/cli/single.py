@@ -141,7 +141,7 @@ def _of_mask(subject: str, n: int | None, settings: Sequence[str], spinner: Repo
 def studio(
     subject: Annotated[
         str, argument("MASK|TASK.json|MODEL", "A mask, a JSON file with a mask or a task, or a model.")
-    ] = "causal",
+    ] = "",
     n: MaskLength = None,
     settings: Settings = None,
     port: Annotated[int, option("--port N>=0<=65535", "Local port; 0 takes a free one.")] = 0,
@@ -151,14 +151,15 @@ def studio(
 ) -> None:
     """Open the studio, a page for designing masks and reading models.
 
-    The page opens with the mask or task you name. For a model it opens with the masks of its layers for a short text;
-    there you can audit the model and see its geometry, its bias and what its feed-forward layers do. Only this machine
-    can open the page, at an address with a secret token, until Ctrl-C or half an hour without use. Everything is
-    computed here; nothing is fetched from a network.
+    The page opens with the mask or task you name, or with an example. For a model it opens with a prompt: its answer,
+    which tokens, heads and entries told it, and below that the audit, the geometry and the bias of the model. Only this
+    machine can open the page, at an address with a secret token, until Ctrl-C or half an hour without use. Everything
+    is computed here; nothing is fetched from a network.
     """
     from attnflow.studio import serve
 
-    is_mask = is_file(subject) or arguments.is_mask(subject)
+    subject = subject or ("causal" if n is not None or settings else "")
+    is_mask = not subject or is_file(subject) or arguments.is_mask(subject)
     if bias is not None:
         if is_mask:
             raise BadUsage(f"--bias applies only to models; {subject} is a mask or a task")
@@ -181,8 +182,11 @@ def studio(
 def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, object]:
     """Returns the initial design as plain data; mistakes are reported before the studio opens."""
     from attnflow._core.plain import read_json
+    from attnflow.report.live.design import WELCOME
     from attnflow.report.live.operations import design_of
 
+    if not subject:
+        return WELCOME
     if is_file(subject):
         if n is not None or settings:
             raise BadUsage(f"--n and --set apply only to masks of the catalogue; leave them out, {subject} is a file")

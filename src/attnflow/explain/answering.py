@@ -165,6 +165,15 @@ class AnswerReading(Handle):
         self._value = value
         return self._with_removals(explained, measure, progress) if measure else explained
 
+    def likely(self, count: int = 5, position: int | None = None) -> tuple[tuple[int, str, float], ...]:
+        """List the most likely answers of this pass, at a position: number, text and probability of each."""
+        logits = self._logits(self._pass())
+        at = self._position(position, logits)
+        row = (logits[0] if at is None else logits[0, at]).softmax(0)
+        best = row.topk(min(checks.integer("count", count, 1), len(row)))
+        names = self._names(at is None)
+        return tuple((number, names(number), chance) for chance, number in zip(*map(Tensor.tolist, best), strict=True))
+
     def why(self, edge: Edge, against: int | None = None) -> ScoreAttribution:
         """Explain why the head of an edge looked there, and not at another key; see `af.geometry.attribute`.
 

@@ -7,12 +7,12 @@ import contextlib
 import hmac
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from attnflow.studio.process import MODEL, Limits, Worker
+from attnflow.studio.process import MODEL, Heard, Limits, Worker
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -31,7 +31,7 @@ _FILES: Final = {
 }
 _HEADERS: Final = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "x-content-type-options": "nosniff",
@@ -43,8 +43,11 @@ _HEADERS: Final = {
     "cache-control": "no-store",
 }
 _STOP: Final = "stop"
+_AFTER: Final = 3.0  # seconds after which a process for the next page starts, when that of the one before is ready
+T = TypeVar("T")
 MODEL_OPERATIONS: Final = frozenset(
     {"model", "audit", "geometry", "bias", "trace", "entry", "passages", "without", "why"}
+    | {"next", "explain", "edge", "take_out", "fired", "flow_report"}
 )
 _GUESTS_DESIGN: Final = {"name": "causal", "parameters": {"n": 8}}  # until its link's design is restored
 
@@ -65,6 +68,9 @@ class Studio:
         self._open = {False: 0, True: 0}  # pages, of which guests are counted apart
         self._answering = 0
         self._spare: Worker | None = None
+        self._kept: dict[str, Worker] = {}  # by the page that has gone, and may come back
+        self._of_model: Worker | None = None  # one for all pages
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
     def app(self, port: int) -> ASGIApp:
@@ -84,17 +90,35 @@ class Studio:
         return 0.0 if self._answering else time.monotonic() - self._last_message
 
     async def prepare(self) -> None:
-        """Starts a process in advance for the next page, unless the studio is closed."""
-        if self._is_closed:
+        """Starts a process in advance for the next page, unless there is one or the studio is closed."""
+        if self._is_closed or self._spare is not None:
             return
         self._spare = Worker(self._design, self.limits)
         await self._spare.start()
 
     async def close(self) -> None:
         self._is_closed = True
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            await spare.stop()
+        for task in self._tasks:
+            task.cancel()
+        workers = [self._spare, self._of_model, *self._kept.values()]
+        self._spare, self._of_model = None, None
+        self._kept.clear()
+        for worker in workers:
+            if worker is not None:
+                await worker.stop()
+
+    def _later(self, seconds: float, call: Callable[[], Awaitable[None]]) -> None:
+        async def wait() -> None:
+            await asyncio.sleep(seconds)
+            await call()
+
+        self._task(wait())
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _session(self, socket: WebSocket) -> None:
         await socket.accept()
@@ -109,25 +133,55 @@ class Studio:
             return
         self._open[is_guest] += 1
         self._last_message = time.monotonic()
-        model = None
-        if is_guest:
-            worker = Worker(_GUESTS_DESIGN, self.limits)
-        else:
-            worker, self._spare = self._spare or Worker(self._design, self.limits), None
-            if self.model is not None:
-                limits = replace(self.limits, seconds=self.limits.model_seconds, memory=self.limits.model_memory)
-                model = Worker(self.model, limits, MODEL)
+        page = "" if is_guest else str(first.get("page") or "")[:64]
+        worker = Worker(_GUESTS_DESIGN, self.limits) if is_guest else self._worker(page)
         try:
             if is_guest:
                 await socket.send_text('{"guest":true}')
-            await self._converse(socket, worker, model)
+            await self._converse(socket, worker, None if is_guest else self._model_worker())
         finally:
             self._open[is_guest] -= 1
+            await self._leave(worker, page)
+
+    def _worker(self, page: str) -> Worker:
+        """The process that a page had before it was loaded again; else the one that waits, or a new one."""
+        if page in self._kept:
+            return self._kept.pop(page)
+        worker, self._spare = self._spare or Worker(self._design, self.limits), None
+        self._later(_AFTER, self.prepare)
+        return worker
+
+    def _model_worker(self) -> Worker | None:
+        if self._of_model is None and self.model is not None:
+            limits = replace(self.limits, seconds=self.limits.model_seconds, memory=self.limits.model_memory)
+            self._of_model = Worker(self.model, limits, MODEL)
+        return self._of_model
+
+    async def _leave(self, worker: Worker, page: str) -> None:
+        """Keeps the processes of a page for a while, so that loading it again loses nothing."""
+        if self._is_closed or not page:
             await worker.stop()
-            if model is not None:
-                await model.stop()
-            if self._spare is None and not self._open[False]:
-                await self.prepare()
+        else:
+            before = self._kept.pop(page, None)
+            too_many = [self._kept.pop(next(iter(self._kept)))] if len(self._kept) >= self.limits.sessions else []
+            for other in [before, *too_many]:
+                if other is not None:
+                    await other.stop()
+            self._kept[page] = worker
+
+            async def end() -> None:
+                if self._kept.get(page) is worker:
+                    await self._kept.pop(page).stop()
+
+            self._later(self.limits.kept, end)
+        if not self._open[False]:
+            self._later(self.limits.kept, self._end_model)
+            await self.prepare()
+
+    async def _end_model(self) -> None:
+        if not self._open[False] and self._of_model is not None:
+            worker, self._of_model = self._of_model, None
+            await worker.stop()
 
     async def _first_message(self, socket: WebSocket) -> Mapping[str, object]:
         try:
@@ -155,10 +209,12 @@ class Studio:
                 operation = message.get("op")  # anything that JSON can say
                 named = isinstance(operation, str) and operation in MODEL_OPERATIONS
                 about_model = named or message.get("what") == "model"
-                if about_model and model is None:
+                if operation == "about":
+                    await socket.send_text(_about(message, None if model is None else self.model))
+                elif about_model and model is None:
                     await socket.send_text(_without_model(message))
                 elif operation == _STOP:
-                    await lines[about_model].worker.stop()
+                    await lines[about_model].stop()
                 elif lines[about_model].waiting.full():
                     await _close(socket, TOO_MANY, f"{self.limits.queued} messages wait already")
                     return
@@ -175,23 +231,49 @@ class Studio:
 
         async def heard(progress: str) -> None:
             self._last_message = time.monotonic()
-            await socket.send_text(progress)
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+                await socket.send_text(progress)
+
+        async def asked(message: Mapping[str, object]) -> str:
+            self._answering += 1
+            try:
+                return await line.ask(message, heard)
+            finally:
+                self._answering -= 1
+                self._last_message = time.monotonic()
 
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the page has gone while it was computed
             while True:
                 message = await line.waiting.get()
-                self._answering += 1
-                try:
-                    reply = await line.worker.ask(message, heard)
-                finally:
-                    self._answering -= 1
-                    self._last_message = time.monotonic()
+                # A page that goes leaves its question to the process, which is asked by the next one when it is done.
+                reply = await asyncio.shield(self._task(asked(message)))
                 await socket.send_text(reply)
 
 
-class _Line(NamedTuple):
+@dataclass
+class _Line:
+    """What a page asks of one process; that of a model answers other pages, too."""
+
     worker: Worker
     waiting: asyncio.Queue[dict[str, object]]
+    is_answering: bool = False
+
+    async def ask(self, message: Mapping[str, object], heard: Heard) -> str:
+        async with self.worker.lock:
+            self.is_answering = True
+            try:
+                return await self.worker.ask(message, heard)
+            finally:
+                self.is_answering = False
+
+    async def stop(self) -> None:
+        if self.is_answering:
+            await self.worker.stop()
+
+
+def _about(message: Mapping[str, object], model: Mapping[str, object] | None) -> str:
+    identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
+    return json.dumps({**identity, "ok": True, "model": None if model is None else model["model"]})
 
 
 def _without_model(message: Mapping[str, object]) -> str:

@@ -32,6 +32,7 @@ class Limits:
     first_message: float = 5.0  # until a page must have shown the token
     idle: float = 1800.0  # without a message from any page, after which the server ends
     memory: int = 8 << 30  # address space of a page's process
+    kept: float = 60.0  # that the processes of a page outlive it, so that it can be loaded again
     queued: int = 64  # messages of a page that may wait, for masks and for the model separately
 
 
@@ -43,6 +44,7 @@ class Worker:
         self._limits, self._command = limits, command
         self._process: asyncio.subprocess.Process | None = None
         self._is_ready = False
+        self.lock = asyncio.Lock()  # of who asks
 
     async def start(self) -> None:
         """Starts the process unless it runs already, without waiting until it is ready."""

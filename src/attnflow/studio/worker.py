@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+_KNOWN: Final = 64  # replies about a model that are kept, so that a page that is loaded again has them at once
 _PAUSE: Final = 0.1  # seconds between two lines of progress of one kind
 
 Say = Callable[[str], None]
@@ -60,7 +61,19 @@ def _about_model(subject: Any, say: Say) -> Answer:
             said = (kind, now)
             say(_plain({"progress": [done, total, what]}))
 
-    return lambda message: (_plain(session.handle(message, progress)), "")
+    known: dict[str, dict[str, Any]] = {}  # replies by what was asked: the model is always the same
+
+    def answer(message: dict[str, Any]) -> tuple[str, str]:
+        identity = {"id": message["id"]} if "id" in message else {}
+        asked = _plain({name: value for name, value in message.items() if name != "id"})
+        reply = {**known.pop(asked), **identity} if asked in known else session.handle(message, progress)
+        if reply["ok"]:
+            known[asked] = reply
+        if len(known) > _KNOWN:
+            del known[next(iter(known))]
+        return _plain(reply), ""
+
+    return answer
 
 
 def _plain(content: object) -> str:

@@ -30,6 +30,24 @@ _VERSION: Final = 1
 
 Spec = Mapping[str, object]
 
+# Two packed documents of six tokens, of which the first reads one token of the second, which it must predict.
+WELCOME: Final = {
+    "version": _VERSION,
+    "layers": [
+        {
+            "mask": {
+                "and": [
+                    {"name": "document", "parameters": {"lengths": [6, 6]}},
+                    {"name": "sliding_window", "parameters": {"n": 12, "window": 3}},
+                ]
+            },
+            "strokes": [[5, 6, 6, 7, 1]],
+        }
+    ],
+    "tokens": ["The", "cat", "sat", "down", "here", ".", "We", "like", "hot", "black", "tea", "!"],
+    "labels": "next",
+}
+
 
 class Stroke(NamedTuple):
     """A painted rectangle of pairs: queries [first_query, last_query), keys [first_key, last_key)."""

@@ -34,11 +34,12 @@ from attnflow.report.knowledge import ABLATED, active_shares, written
 from attnflow.report.live import entries
 from attnflow.report.live.entries import number, numbers, table
 from attnflow.report.live.operations import Message, Reply
+from attnflow.report.live.prompts import Prompts
 from attnflow.report.live.session import answered
 
 MAX_CHARACTERS: Final = 4000
 MAX_TOKENS: Final = 64
-_SAMPLE: Final = 160  # characters of the text to begin with
+_TEXT: Final = "When Mary and John went to the store, John gave a drink to"  # to begin with
 _IDS: Final = "5 6 7 8 9 10 11 12"  # in its place for a model without a tokenizer
 _TERMS: Final = 12  # of a score, listed
 _RESULTS: Final = 4  # that are kept, so that another layer or token of them is shown at once
@@ -65,7 +66,8 @@ class ModelSession:
             "entry": self._entry,  # the page of an "entry", by default the one with the largest effect at a "position"
             "passages": self._passages,  # where in the text, and in the sonnets, that "entry" has the largest weights
             "without": self._without,  # the next token after a "position" with that "entry" and without it
-            "why": self._why,  # why a "head" of a "layer" attends from a "query" to a "key"
+            "why": self._why,  # why a "head" of a "layer" (by default the telling one) looks from a "query" to a "key"
+            **Prompts(_ids).questions,  # the flow of one answer
         }
 
     def handle(self, message: Message, progress: Progress) -> Reply:
@@ -91,7 +93,7 @@ class ModelSession:
             "width": getattr(model.config, "hidden_size", None),
             "bias": any(layer_biases(model)),
             "reads": reads,
-            "text": " ".join(entries.sonnets()[0].split())[:_SAMPLE].rpartition(" ")[0] if reads else _IDS,
+            "text": _TEXT if reads else _IDS,
             "max_tokens": MAX_TOKENS,
             "max_characters": MAX_CHARACTERS,
         }
@@ -176,12 +178,14 @@ class ModelSession:
         return entries.removed(removal(model, one, _ids(loaded, message), position=position, **place))
 
     def _why(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
-        layer, head = (as_integer(message.get(name), name) for name in ("layer", "head"))
-        query, key = (_optional(message, name) for name in ("query", "key"))
+        layer = as_integer(message.get("layer"), "layer")
+        head, query, key = (_optional(message, name) for name in ("head", "query", "key"))
         ids = _ids(loaded, message)
         progress(0, 0, "a forward pass, and the components of the residual stream")
-        found = self._reading(loaded, ids).explain(layer, query=-1 if query is None else query)
-        return explained(found, head, key, Subject.of(loaded).texts(ids))
+        handle, at = self._reading(loaded, ids), -1 if query is None else query
+        found = handle.explain(layer, query=at)
+        telling = handle.telling_head(layer, at) if head is None else head
+        return explained(found, telling, key, Subject.of(loaded).texts(ids))
 
     def _opened(self, loaded: Loaded, progress: Progress) -> Loaded:
         if self._with_entries is None:
@@ -222,7 +226,7 @@ def _load(name: str, folder: str | None, progress: Progress) -> Loaded:
     return loaded
 
 
-def _ids(loaded: Loaded, message: Message) -> tuple[int, ...]:
+def _ids(loaded: Loaded, message: Message, most: int = MAX_TOKENS) -> tuple[int, ...]:
     text = as_text(message.get("text"), "text")
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"a text has at most {MAX_CHARACTERS:,} characters here, got {len(text):,}")
@@ -230,7 +234,7 @@ def _ids(loaded: Loaded, message: Message) -> tuple[int, ...]:
     if loaded.tokenizer is None and not all(word.isdecimal() and len(word) < 10 for word in words):
         raise ValueError("this model has no tokenizer: type token ids, such as 5 6 7")
     read = text if loaded.tokenizer is not None else [int(word) for word in words]
-    return tuple(Subject.of(loaded).sample(read, MAX_TOKENS)["input_ids"][0].tolist())
+    return tuple(Subject.of(loaded).sample(read, most)["input_ids"][0].tolist())
 
 
 def _geometry(scores: GeometryScores) -> Reply:

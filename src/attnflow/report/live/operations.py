@@ -158,7 +158,8 @@ def source(design: Design, message: Message) -> Outcome:
 
 def tokens(design: Design, message: Message) -> Outcome:
     words = _text(message, "text").split()
-    notices = [f"{len(words) - design.size} words do not fit"] if len(words) > design.size else []
+    extra = len(words) - design.size
+    notices = [f"{plural(extra, 'word')} {'does' if extra == 1 else 'do'} not fit"] if extra > 0 else []
     return replace(design, tokens=tokens_of(words, design.size, "tokens")), notices
 
 

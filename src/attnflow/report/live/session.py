@@ -35,6 +35,7 @@ class Session:
         self._questions: Mapping[str, Callable[[Message], Reply]] = {
             "state": lambda _: self._state([]),
             "tile": self._tile,
+            "report": lambda _: self._report(),
             "families": lambda _: families(),
             "family": family,
         }
@@ -99,6 +100,13 @@ class Session:
             if before is None or getattr(before, name) is not getattr(design, name):
                 reply[name] = listed()
         return reply
+
+    def _report(self) -> Reply:
+        from attnflow.report.registry import page  # which draws every kind of result
+
+        design = self.design
+        shown = design.task if design.labels else design.flow
+        return {"html": page(shown, title="A design of the studio", labels=design.texts).html}
 
     def _tile(self, window: Message) -> Reply:
         return tile(self.design.layers[layer_of(self.design, window)].mask, None, *window_of(window))
