@@ -77,7 +77,7 @@ def _cut(model: nn.Module, edge: Edge) -> Iterator[None]:
             output, weights = function(module, query, key, value, *args, **kwargs)
             name = layers.get(module, "")
             cross = "cross" in name.lower() or "encdec" in name.lower() or "encoder_attn" in name
-            encodes = halves and not name.startswith("decoder.") and re.search(r"(^|\.)encoder\.", name)
+            encodes = "tower" in name or (halves and "encoder." in name and not name.startswith("decoder."))
             if not name or encodes or cross != (edge.half == "cross"):
                 return output, weights
             first = sum(heads.values()) - heads.get(module, 0)  # heads of several attentions are numbered on
