@@ -243,7 +243,7 @@ class Explanation(Result):
             f"{kind} {value:.2f}" for kind, value in self.agreement.items() if kind in ("edges", "entries")
         )
         share = percent(self.covered(len(self.edges[:_SHOWN])))
-        yield f"edges: {share} of all that moves; carried and effect rank alike: {ranks or 'too few'}"
+        yield f"edges: {share} of what moves; carried and effect by rank: {ranks or 'too few'}"
         yield f"{self._order()}; sources sum to the value within {self.error:.0e}"
 
     @property
