@@ -120,6 +120,11 @@ class Amounts:
                 bias = None if added is None else float(added[0, head % added.shape[1], query % added.shape[2], key])
                 yield Edge(attention.layer, head, query, key, half, weight, amount, effect, bias=bias)
 
+    def answering(self) -> list[int]:
+        """The tokens whose vectors the head reads after the last layer."""
+        grads = [g for p, g in self.carry.ends.items() if not self.held.halves[p]]
+        return _by_token(grads[-1].abs()).nonzero().flatten().tolist()
+
     def forbidden(self, allowed: Sequence[Tensor]) -> tuple[Edge, ...]:
         """Edges of the answering stream that carry something through pairs which the order of their layer forbids."""
         edges: list[Edge] = []

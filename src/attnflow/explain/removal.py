@@ -30,6 +30,9 @@ def value_without(
     held: HeldPass,
 ) -> float:
     """Run the model without what some edges carry and some entries write."""
+    removed = list({_place(item): item for item in removed}.values())
+    for item in removed:
+        _check(item, held, entries)
     again = next((item for item in removed if not any(_layers(held, item))), None)
     if again is not None:
         raise UnsupportedArchitecture(
@@ -42,8 +45,7 @@ def value_without(
     taken: dict[str, list[Source]] = {}
     for item in removed:
         if isinstance(item, Source):
-            writer = entries.find(item, held)
-            taken.setdefault(writer.path, []).append(item)
+            taken.setdefault(entries.find(item, held).path, []).append(item)
     options = {name: option for name, option in subject.sparing.items() if name != "logits_to_keep"}
     with still(subject.model), torch.no_grad(), ExitStack() as stack:
         sites = list(edges)
@@ -55,6 +57,23 @@ def value_without(
         stack.enter_context(Watch(modules, leave=partial(_without_entries, entries, taken)))
         output = cast(Callable[..., Any], subject.model)(**inputs, **options)
         return float(value(output))
+
+
+def _place(item: Edge | Source) -> tuple[object, ...]:
+    """The same item may have been explained twice, with other amounts."""
+    of = (item.head, item.query, item.key) if isinstance(item, Edge) else (item.entry, item.position)
+    return type(item), item.half, item.layer, *of
+
+
+def _check(item: Edge | Source, held: HeldPass, entries: Entries) -> None:
+    if isinstance(item, Source):
+        entries.find(item, held)
+        return
+    halves = (("cross" if a.site.kind == "cross" else held.halves[a.site.layers], a) for a in held.attentions)
+    tables = (attention.weights for half, attention in halves if (half, attention.layer) == (item.half, item.layer))
+    place = item.head, item.query, item.key
+    if not any(all(0 <= at < size for at, size in zip(place, table.shape, strict=True)) for table in tables):
+        raise ValueError(f"expected an edge of this pass, got {item.name} from {item.key} to {item.query}")
 
 
 def _layers(held: HeldPass, item: Edge | Source) -> list[str]:
