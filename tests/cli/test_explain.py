@@ -70,6 +70,7 @@ def test_a_flow_against_the_order_is_a_finding(run: Callable, tiny_model: str, m
         (["MODEL", TEXT, "--position", "99"], "position"),
         (["MODEL", TEXT, "--answer", "my", "--against", "my"], "compared with itself"),
         (["MODEL", "--ids", "5,6", "--answer", "life"], "--answer must be integers"),
+        (["MODEL", "--ids", "5,6", "--answer", "7,8"], "--answer takes one token, got 2: 7,8"),
     ],
 )
 def test_wrong_usage(run: Callable, tiny_model: str, arguments: list[str], message: str) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from attnflow.cli._arguments import Ids, Text, argument, integers, load, option, require, text_or_ids
-from attnflow.cli._output import JsonFlag, console, output_path, say, show, working, write
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, say, show, working, write
 
 EXAMPLE: Final = (
     'attnflow explain smollm2-135m "When Mary and John went to the store, John gave a drink to" '
@@ -45,7 +45,10 @@ def explain(
         loaded = load(model, tokenizer=ids is None, without="give token ids: --ids 5,6,7")
 
         def token(word: str, name: str) -> str | int:
-            return word if ids is None else integers(word, name)[0]
+            numbers = [word] if ids is None else integers(word, name)
+            if len(numbers) > 1:
+                raise BadUsage(f"{name} takes one token, got {len(numbers)}: {word}")
+            return numbers[0]
 
         spinner.stage("one forward and two backward passes")
         result = attnflow.explain.answer(

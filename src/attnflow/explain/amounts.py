@@ -145,6 +145,11 @@ class Amounts:
                 place = (attention.layer, attention.first_head + head, query, key, attention.kind)
                 yield Edge(*place, weight, amount, effect, bias=bias)
 
+    def answering(self) -> list[int]:
+        """The tokens whose vectors the head reads after the last layer."""
+        grads = [g for p, g in self.carry.ends.items() if not self.held.halves[p]]
+        return _by_token(grads[-1].abs()).nonzero().flatten().tolist()
+
     # -------- sources
 
     def _chunks(self, entries: Entries) -> Iterator[tuple[Writer, Written, Chunk, Tensor]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast, overload
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -15,17 +17,26 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.progress import Progress
 from attnflow.audit import declared_order
+from attnflow.explain import asking
 from attnflow.explain.amounts import Amounts
 from attnflow.explain.entries import Entries
 from attnflow.explain.explanation import Edge, Explanation, Link, Removal, Source, SourceGraph
 from attnflow.explain.removal import attention_of, value_without
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.reading import attribute
-from attnflow.models.passes.held import HeldPass
+from attnflow.models.passes.held import Derivatives, HeldPass
 from attnflow.models.subject import Loaded, Subject, Text
 
-Token = str | int
+Token = asking.Token
 CLOSE: Final = 1e-5  # of the range of the logits: how far the sum of sources may be from the value
+CHANGED: Final = 1e-3  # of that range: how far the value may be from that of the model without its graph
+_CHANGED: Final = "the model changed since the pass of this reading: call af.explain.reading again"
+
+
+@contextmanager
+def _differentiating() -> Generator[None]:
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def answer(
@@ -115,13 +126,15 @@ class AnswerReading(Handle):
 
     def __init__(self, subject: Subject, inputs: dict[str, Tensor]) -> None:
         super().__init__(subject.model)
-        self._subject, self._inputs = subject, {name: value.clone() for name, value in inputs.items()}
+        with torch.inference_mode(False):
+            self._subject, self._inputs = subject, {name: value.clone() for name, value in inputs.items()}
         self._entries = Entries.of(subject)
         self._held: HeldPass | None = None
         self._gated = False
         self._reach: tuple[Tensor, ...] | None = None
         self._last: Explanation | None = None
 
+    @_differentiating()
     def answer(
         self,
         answer: Token | None = None,
@@ -133,46 +146,46 @@ class AnswerReading(Handle):
     ) -> Explanation:
         """Explain an answer of this pass; see `af.explain.answer`."""
         checks.integer("measure", measure)
-        logits = self._logits(self._pass())
-        at = self._position(position, logits)
+        logits = asking.logits(self._subject, self._pass())
+        at = asking.position(self._subject, self._inputs, position, logits)
         row = logits[0] if at is None else logits[0, at]
-        chosen = int(row.argmax()) if answer is None else self._number(answer, len(row))
+        chosen = int(row.argmax()) if answer is None else asking.number(self._subject, answer, len(row), "answer")
         listed = [against] if isinstance(against, str | int) else [] if against is None else list(against)
-        others = [self._number(other, len(row)) for other in listed]
+        others = [asking.number(self._subject, other, len(row), "against") for other in listed]
         if chosen in others:
             raise ValueError(f"the answer {answer!r} is compared with itself: choose another token for against")
 
         def value(output: Any) -> Tensor:
             logits = cast(Tensor, output.logits)
             row = logits[0] if at is None else logits[0, at]
-            return row[chosen] - (row[others].mean() if others else row.mean())
+            return row[chosen] - (row[others] if others else row if len(row) > 1 else torch.zeros_like(row)).mean()
 
-        amounts = self._amounts(value, float(row.max() - row.min()))
-        names = self._names(at is None)
+        span = float(row.max() - row.min()) if len(row) > 1 else float(row.abs())
+        amounts = self._amounts(value, span)
+        names = partial(asking.name, self._subject, count=len(row))
         explained = amounts.explanation(
             self._entries,
             model=self._subject.name,
-            texts=self._texts(amounts.held, ""),
-            encoder_texts=self._texts(amounts.held, "encoder"),
+            texts=asking.texts(amounts.held, self._inputs, ""),
+            encoder_texts=asking.texts(amounts.held, self._inputs, "encoder"),
             position=at,
             answer=names(chosen),
             answer_id=chosen,
-            against=tuple(map(names, others)),
-            probability=float(row.softmax(0)[chosen]),
-            **self._order(amounts.held, at),
+            against=tuple(map(names, others)) if len(row) > 1 else ("0",),
+            probability=float(row.softmax(0)[chosen]) if len(row) > 1 else float("nan"),
+            **self._order(amounts, at),
         )
         self._last = explained
-        self._value = value
+        self._value, self._span = value, span
         return self._with_removals(explained, measure, progress) if measure else explained
 
     def likely(self, count: int = 5, position: int | None = None) -> tuple[tuple[int, str, float], ...]:
         """List the most likely answers of this pass, at a position: number, text and probability of each."""
-        logits = self._logits(self._pass())
-        at = self._position(position, logits)
+        logits = asking.logits(self._subject, self._pass())
+        at = asking.position(self._subject, self._inputs, position, logits)
         row = (logits[0] if at is None else logits[0, at]).softmax(0)
-        best = row.topk(min(checks.integer("count", count, 1), len(row)))
-        names = self._names(at is None)
-        return tuple((number, names(number), chance) for chance, number in zip(*map(Tensor.tolist, best), strict=True))
+        best = zip(*map(Tensor.tolist, row.topk(min(checks.integer("count", count, 1), len(row)))), strict=True)
+        return tuple((number, asking.name(self._subject, number, len(row)), chance) for chance, number in best)
 
     def why(self, edge: Edge, against: int | None = None) -> ScoreAttribution:
         """Explain why the head of an edge looked there, and not at another key; see `af.geometry.attribute`.
@@ -227,8 +240,11 @@ class AnswerReading(Handle):
             if progress is not None:
                 progress(done + 1, len(sets), "removing")
         full, *alone, together = values
+        if abs(full - self._last.value) > CHANGED * self._span:
+            raise RuntimeError(_CHANGED)
         return Removal(tuple(item.name for item in taken), tuple(full - part for part in alone), full - together, full)
 
+    @_differentiating()
     def entry(self, source: Source) -> Explanation:
         """Explain why an entry fired: the sources of its own score, which is as affine as an answer.
 
@@ -239,14 +255,13 @@ class AnswerReading(Handle):
             UnsupportedArchitecture: the score is no sum of sources.
         """
         held = self._pass()
-        score = self._entries.score(held, source)
-        amounts = self._amounts_of(held, score, max(1.0, abs(float(score.detach()))))
-        last = self._texts(held, source.half)
+        amounts = self._fired(held, source)
+        last = asking.texts(held, self._inputs, source.half)
         return amounts.explanation(
             self._entries,
             model=self._subject.name,
             texts=last,
-            encoder_texts=() if source.half else self._texts(held, "encoder"),
+            encoder_texts=() if source.half else asking.texts(held, self._inputs, "encoder"),
             position=source.position,
             answer=source.name,
             answer_id=cast(int, source.entry),
@@ -255,6 +270,7 @@ class AnswerReading(Handle):
             reach=(),
         )
 
+    @_differentiating()
     def graph(self, nodes: int = 40) -> SourceGraph:
         """Link the strongest sources of the last explained answer: what each gave to the entries among them.
 
@@ -275,8 +291,7 @@ class AnswerReading(Handle):
             if source.kind != "entry":
                 continue
             held = self._pass()
-            score = self._entries.score(held, source)
-            amounts = self._amounts_of(held, score, max(1.0, abs(float(score.detach()))))
+            amounts = self._fired(held, source)
             for giver, carried in amounts.of(self._entries, chosen):
                 number = place[giver.kind, giver.half, giver.layer, giver.position, giver.entry]
                 if carried and number != target:
@@ -293,9 +308,14 @@ class AnswerReading(Handle):
             with self._entries.observed():
                 scorers = self._entries.scorers(self.model)
                 self._held = HeldPass(self._subject, self._inputs, self._entries.modules(), scorers, gated)
-            self._gated = gated
+            self._gated, self._version = gated, self._versions()
             self._entries.number(self._held)
+        if self._version != self._versions():
+            raise RuntimeError(_CHANGED)
         return self._held
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for parameter in self.model.parameters()]
 
     def _amounts(self, value: Callable[[Any], Tensor], span: float) -> Amounts:
         """The amounts of a value; gates of attention are held where the value is no sum without that."""
@@ -308,58 +328,23 @@ class AnswerReading(Handle):
         held = self._pass(gated=True)
         return self._amounts_of(held, value(held.output), span)
 
-    def _amounts_of(self, held: HeldPass, value: Tensor, span: float) -> Amounts:
-        carry = held.derivatives(value, True)
-        amounts = Amounts(held, float(value.detach()), carry, partial(held.derivatives, value, False))
+    def _fired(self, held: HeldPass, source: Source) -> Amounts:
+        score, bias = self._entries.score(held, source)
+        return self._amounts_of(held, score, max(1.0, abs(float(score.detach()) + bias)), bias)
+
+    def _amounts_of(self, held: HeldPass, value: Tensor, span: float, constant: float = 0.0) -> Amounts:
+        def derived(along: bool) -> Derivatives:
+            found = held.derivatives(value, along)
+            found.constants[""] = found.constants.get("", 0.0) + constant
+            return found
+
+        amounts = Amounts(held, float(value.detach()) + constant, derived(True), partial(derived, False))
         amounts.check(span, CLOSE)
         return amounts
 
-    def _logits(self, held: HeldPass) -> Tensor:
-        logits = getattr(held.output, "logits", None)
-        if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or len(logits) != 1:
-            raise UnsupportedArchitecture(
-                f"{self._subject.kind} returns no logits of tokens or classes, so that there is no answer: load it "
-                "with its head (AutoModelForCausalLM, AutoModelForMaskedLM, ...)"
-            )
-        return logits.detach()
-
-    def _position(self, position: int | None, logits: Tensor) -> int | None:
-        if logits.ndim == 2:
-            if position is not None:
-                raise ValueError(f"{self._subject.kind} answers for the whole sequence: leave position out")
-            return None
-        count = logits.shape[1]
-        if position is None:
-            ids, mask = self._inputs.get("input_ids"), getattr(self._subject.tokenizer, "mask_token_id", None)
-            masked = [] if ids is None or mask is None else (ids[0] == mask).nonzero().flatten().tolist()
-            position = masked[0] if len(masked) == 1 and ids is not None and ids.shape[1] == count else count - 1
-        return checks.integer("position", position, -count, count - 1) % count
-
-    def _number(self, token: Token, count: int) -> int:
-        labels: Mapping[str, int] = getattr(self._subject.config, "label2id", None) or {}
-        if isinstance(token, str):
-            known = count == len(labels) and token in labels
-            token = labels[token] if known else self._subject.token(token)
-        return checks.integer("answer", token, 0, count - 1)
-
-    def _names(self, classes: bool) -> Callable[[int], str]:
-        labels: Mapping[int, str] = getattr(self._subject.config, "id2label", None) or {}
-        return lambda number: labels.get(number, str(number)) if classes else self._subject.texts([number])[0]
-
-    def _texts(self, held: HeldPass, half: str) -> tuple[str, ...]:
-        first = next((a for a in held.arrivals if a.first and held.halves[a.prefix] == half), None)
-        if first is None:
-            return ()
-        count = first.hidden.shape[-2]
-        two = "decoder_input_ids" in self._inputs and not half
-        ids = self._inputs.get("decoder_input_ids" if two else "input_ids")
-        if ids is None or ids.shape[-1] > count:
-            return tuple(map(str, range(count)))
-        virtual = [f"virtual {number}" for number in range(count - ids.shape[-1])]  # tokens of a prompt
-        return (*virtual, *self._subject.texts_in_sequence(ids[0].tolist()))
-
-    def _order(self, held: HeldPass, at: int | None) -> dict[str, Any]:
-        """Which tokens the declared order lets reach the answer, and edges that it forbids."""
+    def _order(self, amounts: Amounts, at: int | None) -> dict[str, Any]:
+        """Which tokens the declared order lets reach the answer, and the pairs that it allows."""
+        held = amounts.held
         if self._reach is None:
             try:
                 flow = declared_order(self._subject.inside.model, self._inputs)
@@ -373,8 +358,9 @@ class AnswerReading(Handle):
         if not self._reach:
             return {"reach": ()}
         layers = 1 + max(a.layer for a in held.attentions)
-        query = self._flow.size - 1 if at is None else at
-        reach = tuple(int(steps) for steps in self._flow.arrivals(query, layers))
+        answering = amounts.answering() if at is None else [at]  # a class may be told by several tokens
+        steps = zip(*(self._flow.arrivals(query, layers).tolist() for query in answering), strict=True)
+        reach = tuple(min((number for number in some if number >= 0), default=-1) for some in steps)
         return {"reach": reach, "allowed": self._reach}
 
     def _with_removals(self, explained: Explanation, count: int, progress: Progress | None) -> Explanation:

@@ -22,7 +22,7 @@ from attnflow.knowledge.layered import EntryScores, LayerReader, SharedReader, o
 from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.store.source import EntrySource
 from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts, by_expert, neuron_weights, stored
-from attnflow.models.passes.held import HeldPass
+from attnflow.models.passes.held import HeldPass, Written
 from attnflow.models.passes.watching import Call
 from attnflow.models.subject import Subject
 
@@ -147,38 +147,41 @@ class Entries:
                 writer.offset = taken.get(layer, 0)
                 taken[layer] = writer.offset + writer.num_entries
 
-    def find(self, source: Source, held: HeldPass) -> Writer:
-        """The writer of an entry; `ValueError` if there is none."""
-        for path, writer in self.writers.items():
-            prefix = held.prefix(path)
-            here = prefix and (held.halves[prefix], held.number(path)) == (source.half, source.layer)
-            if here and source.entry is not None and 0 <= source.entry - writer.offset < writer.num_entries:
-                return writer
-        raise ValueError(f"expected an entry of this model, got {source.name}")
+    def find(self, source: Source, held: HeldPass) -> Written:
+        """The call of the writer of an entry; `ValueError` if there is none."""
+        for written in held.written:
+            writer, here = self.writers.get(written.path), (held.halves[written.prefix], written.layer)
+            if writer and here == (source.half, source.layer) and None not in (source.entry, source.position):
+                stream = next(a.hidden for a in held.arrivals if a.prefix == written.prefix)
+                number, at = cast(int, source.entry) - writer.offset, cast(int, source.position)
+                if 0 <= number < writer.num_entries and 0 <= at < stream.shape[-2]:
+                    return written
+        raise ValueError(f"expected an entry of this pass, got {source.name} at position {source.position}")
 
-    def score(self, held: HeldPass, source: Source) -> Tensor:
-        """The score of an entry at its token, before the activation, in the graph of the pass."""
-        writer = self.find(source, held)
+    def score(self, held: HeldPass, source: Source) -> tuple[Tensor, float]:
+        """The score of an entry at its token, before the activation, in the graph of the pass, without its bias."""
+        written = self.find(source, held)
+        writer = self.writers[written.path]
         entry, at = cast(int, source.entry) - writer.offset, cast(int, source.position)
         if isinstance(writer.site, PackedExperts):
-            call = next(w.call for w in held.written if w.path == writer.path)
+            call = written.call
             form, (expert, neuron) = writer.site, divmod(entry, writer.site.neurons)
             tokens = cast(Tensor, call.first).flatten(0, -2)
             tokens = tokens.unflatten(0, (form.num_experts, -1))[expert] if form.sorted else tokens
             thresholds = form.thresholds(writer.module)
-            bias = 0.0 if thresholds is None else thresholds[expert, 0, neuron].detach()
-            return tokens[at] @ form.keys(writer.module)[expert, 0, neuron].detach() + bias
+            bias = 0.0 if thresholds is None else float(thresholds[expert, 0, neuron].detach())
+            return tokens[at] @ form.keys(writer.module)[expert, 0, neuron].detach(), bias
         paths = self.scores.get(writer.path)
-        if not paths or paths[0] not in held.scored:
+        if not paths or (paths[0], written.layer) not in held.scored:
             raise ValueError(f"{source.name} has no score that is one product: choose an entry of a feed-forward layer")
-        call = held.scored[paths[0]]
+        call = held.scored[paths[0], written.layer]
         weight = call.module.weight if isinstance(call.module, EntryScores) else stored(call.module)
         bias = getattr(call.module, "bias", None)
         if isinstance(call.module, EntryScores):
             layout = call.module.values.layout
             bias = call.module.values.entries[:, layout.threshold(call.module.parts[0])]
         hidden = cast(Tensor, call.first).flatten(0, -2)[at]
-        return hidden @ weight[entry].detach() + (0.0 if bias is None else bias[entry].detach())
+        return hidden @ weight[entry].detach(), 0.0 if bias is None else float(bias[entry].detach())
 
     def texts(self, writer: Writer, entries: list[int]) -> list[str]:
         """The texts of a store's entries; "" for others."""

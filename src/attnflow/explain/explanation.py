@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Literal
 
 import torch
@@ -195,6 +196,13 @@ class Explanation(Result):
         query, key = {"encoder": ("encoder", "encoder"), "cross": ("", "encoder")}.get(edge.half, ("", ""))
         return self.token(edge.key, key), self.token(edge.query, query)
 
+    def above(self, shown: Callable[[str], str] = repr) -> str:
+        """What the value is compared with, in words; "" for the score of an entry, which is compared with nothing."""
+        if not self.against and isnan(self.probability):
+            return ""
+        every = f"the mean of all {'classes' if self.position is None else 'tokens'}"
+        return f" above {' and '.join(map(shown, self.against)) or every}"
+
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each source and each edge."""
 
@@ -225,12 +233,15 @@ class Explanation(Result):
     def _lines(self) -> Iterator[str]:
         prompt = "".join(self.texts if self.position is None else self.texts[: self.position + 1])
         prompt = prompt if len(prompt) <= 44 else f"…{prompt[-43:]}"
-        yield f"{self.answer!r} ({percent(self.probability)}) after {prompt!r}"
-        against = " and ".join(map(repr, self.against)) or "the mean of all tokens"
+        chance = "" if isnan(self.probability) else f" ({percent(self.probability)})"
+        yield f"{self.answer!r}{chance} after {prompt!r}"
         removed = ", removed"
         if signs := [self.agreement[f"{name} and removed"] for name in ("carried", "effect") if self._measured]:
             removed += f" (same sign: {', '.join(percent(share) for share in signs)})"
-        yield f"logit {self.value:+.3g} above {against}: carried, effect" + removed * self._measured
+        yield (
+            f"{'logit' if self.above() else 'score'} {self.value:+.3g}{self.above()}: carried, effect"
+            + removed * self._measured
+        )
         for edge in self.edges[:_SHOWN]:
             sender, receiver = (token_label(text) for text in self.ends(edge))
             path = f"{sender} ({edge.key}) -> {receiver} ({edge.query})"

@@ -32,6 +32,9 @@ def value_without(
     held: HeldPass,
 ) -> float:
     """Run the model without what some edges carry and some entries write."""
+    removed = list({_place(item): item for item in removed}.values())
+    for item in removed:
+        _check(item, held, entries)
     again = next((item for item in removed if not any(_layers(held, item))), None)
     if again is not None:
         raise UnsupportedArchitecture(
@@ -45,8 +48,7 @@ def value_without(
     taken: dict[str, list[Source]] = {}
     for item in removed:
         if isinstance(item, Source):
-            writer = entries.find(item, held)
-            taken.setdefault(writer.path, []).append(item)
+            taken.setdefault(entries.find(item, held).path, []).append(item)
     options = {name: option for name, option in subject.sparing.items() if name != "logits_to_keep"}
     with still(subject.model), torch.no_grad(), ExitStack() as stack:
         sites = list(edges)
@@ -58,6 +60,22 @@ def value_without(
         stack.enter_context(Watch(modules, leave=partial(_without_entries, entries, taken)))
         output = cast(Callable[..., Any], subject.model)(**inputs, **options)
         return float(value(output))
+
+
+def _place(item: Edge | Source) -> tuple[object, ...]:
+    """The same item may have been explained twice, with other amounts."""
+    of = (item.head, item.query, item.key) if isinstance(item, Edge) else (item.entry, item.position)
+    return type(item), item.half, item.layer, *of
+
+
+def _check(item: Edge | Source, held: HeldPass, entries: Entries) -> None:
+    if isinstance(item, Source):
+        entries.find(item, held)
+        return
+    attention = attention_of(held, item)
+    _, queries, keys = attention.weights.shape
+    if not (0 <= item.query < queries and 0 <= item.key < keys):
+        raise ValueError(f"expected an edge of this pass, got {item.name} from {item.key} to {item.query}")
 
 
 def _layers(held: HeldPass, item: Edge | Source) -> list[str]:
@@ -74,7 +92,7 @@ def attention_of(held: HeldPass, edge: Edge) -> HeldAttention:
         heads = range(attention.first_head, attention.first_head + len(attention.weights))
         if (attention.kind, attention.layer) == (edge.half, edge.layer) and edge.head in heads:
             return attention
-    raise ValueError(f"expected an edge of this model, got {edge.name}")
+    raise ValueError(f"expected an edge of this pass, got {edge.name}")
 
 
 def _without_edges(edges: Sequence[Edge], call: AttentionCall, proceed: Proceed) -> Output:

@@ -265,7 +265,7 @@ def _tokens(picture: _Picture) -> tuple[list[str], float]:
 
 def _legend(picture: _Picture, width: int, y: float) -> tuple[list[str], float]:
     result = picture.result
-    against = " and ".join(f"“{token_label(text)}”" for text in result.against) or "the mean of all tokens"
+    against = " and ".join(f"“{token_label(text)}”" for text in result.against)
     items = [
         ("line", 1.0, f"for “{token_label(result.answer)}”"),
         ("line", -1.0, f"for {against}" if result.against else "against it"),
@@ -344,6 +344,7 @@ def token_words(result: Explanation, place: Place) -> str:
 
 def verdict(result: Explanation) -> str:
     """What is explained, in a line."""
-    against = " and ".join(f"“{token_label(text)}”" for text in result.against) or "the mean of all tokens"
-    how = f"{signed(result.value)} logits above {against}"
-    return f"“{token_label(result.answer)}” ({percent(result.probability)}), {how}"
+    above = result.above(lambda text: f"“{token_label(text)}”")
+    how = f"{signed(result.value)} logits{above}" if above else f"a score of {signed(result.value)}"
+    chance = "" if math.isnan(result.probability) else f" ({percent(result.probability)})"
+    return f"“{token_label(result.answer)}”{chance}, {how}"

@@ -110,7 +110,8 @@ def trace(
     if by not in (None, "norm", "effect", "direct"):
         raise ValueError(f"by must be 'effect', 'direct' or 'norm', got {by!r}")
     if not reads_entries(subject.model):
-        subject = Subject(from_ffn(subject.model), subject.tokenizer)
+        with torch.inference_mode(False):
+            subject = Subject(from_ffn(subject.model), subject.tokenizer)
     question = _question(subject, inputs, positions, targets, against)
     if question.whole and ablate:
         raise ValueError("a target of several tokens is not ablated: pass one token, or leave ablate out")
@@ -163,6 +164,8 @@ class _Question:
         return self.arguments["input_ids"][0].tolist()
 
     def targets(self, logits: Tensor) -> list[int]:
+        for other in self.against:
+            checks.integer("against", other, 0, len(logits) - 1)
         return _targets(self.wanted, self.ids, self.rows, self.tokenizer, logits)
 
     def compared(self, logits: Tensor) -> Tensor:
@@ -181,7 +184,7 @@ def _question(
     if len(arguments["input_ids"]) > 1:
         raise ValueError(f"trace takes one sequence, got {len(arguments['input_ids'])}: pass one row of the inputs")
     others = [] if against is None else [against] if isinstance(against, str | int) else list(against)
-    compared = [subject.token(other) if isinstance(other, str) else int(other) for other in others]
+    compared = [subject.token(o) if isinstance(o, str) else checks.integer("against", o, 0) for o in others]
     tokens: list[int] = []
     if isinstance(targets, str) and subject.tokenizer is not None:
         tokens = cast("list[int]", cast(Any, subject.tokenizer)(targets, add_special_tokens=False)["input_ids"])

@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.anatomy.mixing import moves_between_positions
-from attnflow.models.anatomy.sites import Site, models_around, one_owner
+from attnflow.models.anatomy.sites import Site, models_around
 from attnflow.models.passes.beside import weighed
 from attnflow.models.passes.evaluation import REFUSALS, refusal, still
 from attnflow.models.passes.interception import (
@@ -37,7 +37,7 @@ from attnflow.models.passes.interception import (
 )
 from attnflow.models.passes.reads import hold, may_be_norm
 from attnflow.models.passes.recording import alike, owns_matrix
-from attnflow.models.passes.stream import added_to
+from attnflow.models.passes.stream import added_to, lists_of
 from attnflow.models.passes.switch import Constant, Either, Route, Routed, Secants, Stop, Switch, carried
 from attnflow.models.passes.watching import (
     Arguments,
@@ -97,7 +97,7 @@ class Derivatives:
     attentions: list[Tensor]
     written: list[Tensor]
     ends: Mapping[str, Tensor]  # by path of the list of layers
-    constants: Mapping[str, float]  # what biases carry, by the path of their layer; "" outside of layers
+    constants: dict[str, float]  # what biases carry, by the path of their layer; "" outside of layers
 
 
 class HeldPass:
@@ -120,11 +120,11 @@ class HeldPass:
         self.written: list[Written] = []
         self.arrivals: list[Arrival] = []
         self.routes: list[Route] = []
-        self.halves = _lists_of(subject)  # {path of a list of layers: "" or "encoder"}
+        self.halves = lists_of(subject)  # {path of a list of layers: "" or "encoder"}
         self.sites = {s.module: s for s in subject.sites if s.layers in self.halves and s.name != s.layers}
         self._writers = {module: path for path, module in writers.items() if self.prefix(path)}
-        self._scorers = dict(scorers)
-        self.scored: dict[str, Call] = {}  # the last call of each scorer
+        self._scorers = {path: module for path, module in scorers.items() if self.prefix(path)}
+        self.scored: dict[tuple[str, int], Call] = {}  # calls of scorers, by path and layer
         self.final_gain: Tensor | None = None  # of a norm between the last layer and the unembedding
         self._biases: dict[int, Constant] = {}
         self._norms: list[Constant] = []  # biases of norms, one for each call
@@ -191,7 +191,9 @@ class HeldPass:
             stack.enter_context(Watch(layers, self._enter_layer, self._leave_layer))
             written = {path: m for m, path in self._writers.items()} | whole
             stack.enter_context(Watch(written, leave=self._leave_written))
-            stack.enter_context(Watch(self._scorers, lambda call: self.scored.__setitem__(str(call.name), call)))
+            stack.enter_context(
+                Watch(self._scorers, lambda c: self.scored.update({(str(c.name), self._open[-1][1]): c}))
+            )
             if gated:
                 sites = {s.name: s.module for s in self.sites.values()}
                 stack.enter_context(Watch(sites, self._enter_site, self._leave_site))
@@ -346,19 +348,3 @@ class HeldPass:
 
     def _kind(self, site: Site) -> str:
         return "cross" if site.kind == "cross" else self.halves[site.layers]
-
-
-def _lists_of(subject: Subject) -> dict[str, str]:
-    """The lists of layers between the inputs and the logits: those of the model that reads tokens, both halves."""
-    sites = [site for site in subject.sites if site.kind == "self"]
-    table = None if any(site.part == "decoder" for site in sites) else subject.embedding
-    reading = [site for site in sites if table is not None and Subject(site.owner).embedding is table]
-    # beside the towers of images and sounds
-    own = one_owner([site for site in sites if site.part == "decoder"] or reading or sites)
-    lists = {site.layers: "" for site in subject.sites if site.owner is own[0].owner}
-    if any(site.kind == "cross" for site in subject.sites):
-        lists |= {site.layers: "encoder" for site in subject.sites if site.part == "encoder"}
-    flat = [path for path in lists if not isinstance(subject.model.get_submodule(path), nn.ModuleList)]
-    if flat:
-        raise UnsupportedArchitecture(f"the attention of {subject.kind} lies in no list of layers ({flat[0]})")
-    return lists

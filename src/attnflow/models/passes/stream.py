@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.anatomy.mixing import moves_between_positions
-from attnflow.models.anatomy.sites import Site, models_around
+from attnflow.models.anatomy.sites import Site, models_around, one_owner
 from attnflow.models.passes.evaluation import REFUSALS, refusal
 from attnflow.models.passes.interception import (
     AttentionCall,
@@ -40,6 +40,7 @@ from attnflow.models.passes.watching import (
     with_hidden,
     with_tensor,
 )
+from attnflow.models.subject import Subject
 
 _Norms = dict[tuple[str, int], HeldNorm | None]  # by path and number of a call
 
@@ -262,3 +263,20 @@ def added_to(call: AttentionCall) -> Tensor | None:
     tellers = [getattr(interceptor, "added", None) for interceptor in in_force(call.module, "bias")]
     parts: list[Tensor] = [part for teller in tellers if teller is not None and (part := teller(call)) is not None]
     return sum(parts[1:], start=parts[0]) if parts else None
+
+
+def lists_of(subject: Subject) -> dict[str, str]:
+    """The lists of layers between the inputs and the logits: those of the model that reads tokens, both halves."""
+    sites = [site for site in subject.sites if site.kind == "self"]
+    reading = [s for s in sites if subject.embedding is not None and Subject(s.owner).embedding is subject.embedding]
+    answering = any(site.part == "decoder" for site in reading)  # else it reads tokens of its own, by another table
+    if answering or not any(site.part == "decoder" for site in sites):
+        sites = reading or sites  # beside the towers of images and sounds
+    own = one_owner([site for site in sites if site.part == "decoder"] or sites)
+    lists = {site.layers: "" for site in subject.sites if site.owner is own[0].owner}
+    if any(site.kind == "cross" for site in subject.sites):
+        lists |= {site.layers: "encoder" for site in subject.sites if site.part == "encoder"}
+    flat = [path for path in lists if not isinstance(subject.model.get_submodule(path), nn.ModuleList)]
+    if flat:
+        raise UnsupportedArchitecture(f"the attention of {subject.kind} lies in no list of layers ({flat[0]})")
+    return lists

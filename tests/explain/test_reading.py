@@ -1,0 +1,119 @@
+"""One pass that is asked much: under any mode of PyTorch, in models whose layers run twice, and after changes."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+
+import attnflow as af
+from tests.conformance.miniature import named
+from tests.explain.test_answer import IDS, made
+from tests.models import tiny
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_answers_where_gradients_are_off(mode):
+    model = made("GPT2")
+    wanted = af.explain.answer(model, IDS, 7, 9)
+    with mode():
+        with af.explain.reading(model, IDS.clone()) as reading:
+            found = reading.answer(7, 9)
+            fired = reading.entry(found.entries[0])
+            reading.graph(6)
+        assert af.explain.weights(model, IDS, 0).sum() == pytest.approx(28)
+    assert found.sources == wanted.sources
+    assert fired.error < 1e-12
+
+
+def test_a_model_that_changed_since_its_pass_is_refused():
+    for change in ("weights", "hook"):
+        model = made("Llama")
+        with af.explain.reading(model, IDS) as reading:
+            found = reading.answer(7, 9)
+            reading.remove(found.edges[:1])
+            if change == "weights":
+                with torch.no_grad():
+                    model.model.layers[0].mlp.up_proj.weight.mul_(2)
+            else:
+                model.model.layers[0].mlp.register_forward_hook(lambda _, __, output: 2 * output)
+            with pytest.raises(RuntimeError, match="the model changed since the pass"):
+                reading.remove(found.edges[:1])
+            if change == "weights":
+                with pytest.raises(RuntimeError, match="the model changed since the pass"):
+                    reading.answer(7, 9)
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Bert", "GptOssForCausalLM"])
+def test_the_bias_of_an_entry_is_a_constant_of_its_score(family):
+    model = made(family) if family in ("GPT2", "Bert") else named(family).double().eval()
+    with af.explain.reading(model, IDS) as reading:
+        entry = reading.answer(7, 9).entries[0]
+        fired = reading.entry(entry)
+    if family != "GptOssForCausalLM":  # whose gate is limited
+        act = functional.gelu if family == "Bert" else model.transformer.h[0].mlp.act
+        assert float(act(torch.tensor(fired.value, dtype=torch.float64))) == pytest.approx(entry.activation, rel=1e-6)
+    assert sum(source.carried for source in fired.sources) == pytest.approx(fired.value, rel=1e-9)
+    assert sum(source.carried for source in fired.sources if source.kind == "constant") != 0
+    lines = repr(fired).splitlines()
+    assert lines[0].startswith(f"{entry.name!r} after ")
+    assert lines[1].startswith(f"score {fired.value:+.3g}: carried")
+    assert "nan" not in str(af.report.page(fired))
+
+
+def test_entries_of_a_layer_that_runs_twice_have_the_score_of_their_run():
+    model = named("AlbertForMaskedLM").double().eval()
+    with af.explain.reading(model, IDS) as reading:
+        found = reading.answer(7, 9)
+        for layer in (0, 1):
+            entry = next(entry for entry in found.entries if entry.layer == layer)
+            score = torch.tensor(reading.entry(entry).value, dtype=torch.float64)
+            assert float(functional.gelu(score, approximate="tanh")) == pytest.approx(entry.activation, rel=1e-6)
+        assert reading.graph(12).links
+
+
+def test_what_is_not_of_the_pass_and_what_is_named_twice():
+    with af.explain.reading(made("Llama"), IDS) as reading:
+        found = reading.answer(7, 9)
+        edge, entry = found.edges[0], found.entries[0]
+        once, twice = (reading.remove(items) for items in ([edge, entry], [edge, entry, edge, entry]))
+        assert twice.together == pytest.approx(once.together, rel=1e-12)
+        for change in ({"layer": 9}, {"head": 9}, {"key": 9}, {"query": -1}):
+            with pytest.raises(ValueError, match="expected an edge of this pass"):
+                reading.remove([dataclasses.replace(edge, **change)])
+        for change in ({"layer": 9}, {"position": 9}, {"entry": 999}):
+            for ask in (reading.entry, lambda wrong: reading.remove([wrong])):
+                with pytest.raises(ValueError, match="expected an entry of this pass"):
+                    ask(dataclasses.replace(entry, **change))
+
+
+def bert(kind, labels):
+    torch.manual_seed(0)
+    options = {name: value for name, value in tiny("Bert").config.to_dict().items() if "label" not in name}
+    config = transformers.BertConfig(**options, num_labels=labels)
+    return getattr(transformers, f"BertFor{kind}")(config).double().eval()
+
+
+def test_classes_have_their_names_and_are_told_by_the_tokens_that_the_head_reads():
+    tokens = bert("TokenClassification", 5)
+    found = af.explain.answer(tokens, IDS, "LABEL_1", "LABEL_0", 2)
+    assert (found.answer, found.against, found.position) == ("LABEL_1", ("LABEL_0",), 2)
+    with pytest.raises(ValueError, match=r"against must be a class of the model, .*LABEL_0.*got 'good'"):
+        af.explain.answer(tokens, IDS, 1, "good")
+    whole = bert("SequenceClassification", 3)
+    found = af.explain.answer(whole, IDS, 1)
+    assert found.reach == (0, *[1] * 6)  # the head reads the first token
+    assert "above the mean of all classes" in repr(found)
+    config = transformers.LlamaConfig(**{**tiny("Llama").config.to_dict(), "pad_token_id": 0})
+    last = transformers.LlamaForSequenceClassification(config).double().eval()
+    padded = {"input_ids": torch.tensor([[5, 9, 14, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
+    assert af.explain.answer(last, padded).reach == (1, 1, 0, -1, -1)
+
+
+def test_a_single_number_is_compared_with_zero():
+    model = bert("SequenceClassification", 1)
+    found = af.explain.answer(model, IDS)
+    assert found.value == pytest.approx(float(model(IDS).logits.detach()), rel=1e-5)
+    assert sum(source.carried for source in found.sources) == pytest.approx(found.value, rel=1e-9)
+    assert repr(found).splitlines()[1].startswith(f"logit {found.value:+.3g} above '0': ")
