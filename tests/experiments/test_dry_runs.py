@@ -17,6 +17,7 @@ from attnflow.models.subject import Loaded
 from experiments.claims.claim import Measured
 from experiments.claims.page import claims
 from experiments.editing import study as editing
+from experiments.explain_agreement import study as agreement
 from experiments.knowledge_ablation import ablate
 from experiments.runner.command import dry_run
 from experiments.runner.experiment import find, names
@@ -117,6 +118,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
         "experiments.reader.bench.known_facts": always([]),
         "experiments.reader.practice.words_of": always(["alpha", "beta", "gamma", "delta"]),
         "experiments.reader.words._STEPS": 2,
+        "experiments.explain_agreement.study.load_model": loaded,
+        "experiments.explain_agreement.study.asked": always([agreement.Prompt("alpha beta gamma", 5, 7)] * 2),
         "experiments.geometry_corpus.study.load_model": loaded,
         "experiments.geometry_corpus.study.passages": lambda count: long[:count],
         "experiments.geometry_corpus.study.documents": always(long),

@@ -1,0 +1,1 @@
+"""How far do the readings of an answer rank what removal shows?"""
