@@ -268,7 +268,7 @@ def test_answers_by_name_by_default_and_by_class():
     assert found.answer_id == int(logits.argmax())
     assert found.value == pytest.approx(float(logits.max() - logits.mean()), rel=1e-5)
     assert found.probability == pytest.approx(float(logits.softmax(0).max()), rel=1e-5)
-    assert [edge.removed is not None for edge in found.edges[:3]] == [True, True, False]
+    assert [edge.removed is not None for edge in found.causes[:3]] == [True, True, False]
     lines = repr(found).splitlines()
     assert len(lines) <= 14
     assert max(map(len, lines)) <= 80

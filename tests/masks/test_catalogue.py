@@ -64,3 +64,12 @@ def test_sequences_may_be_arrays_or_tensors():
     parents = [-1, 0, 0, 1]
     assert masks.tree(np.array(parents)) == masks.tree(torch.tensor(parents)) == masks.tree(tuple(parents))
     assert masks.document(torch.tensor([2, 1])) == masks.document(range(2, 0, -1))
+
+
+@pytest.mark.parametrize(("num_blocks", "block"), [(2, 1), (3, 2), (4, 3)])
+def test_block_two_stream_is_block_diffusion_without_first_noised_and_last_clean_block(num_blocks, block):
+    diffusion = masks.block_diffusion(num_blocks, block)
+    clean = torch.arange(num_blocks * block, (2 * num_blocks - 1) * block)
+    noised = torch.arange(block, num_blocks * block)
+    kept = torch.cat([clean, noised])
+    assert masks.from_dense(diffusion.dense()[kept][:, kept]) == masks.block_two_stream(num_blocks, block)

@@ -250,3 +250,13 @@ def test_empty_and_single():
     assert empty.reachability().shape == (0, 0)
     assert empty.sparsify().mask.shape == (0, 0)
     assert (single.depth, single.classes, single.path(0, 0)) == (1, [(0,)], [0])
+
+
+def test_a_sparser_mask_may_need_fewer_layers():
+    """Both have the order of nine places in a row: a window of two back, and the chain with a hub in the middle."""
+    window = analyze(masks.sliding_window(9, 3))
+    hub = [(i, i - 1) for i in range(1, 9)] + [(i, 4) for i in (6, 7, 8)] + [(4, j) for j in (0, 1, 2)]
+    hubbed = analyze(masks.from_edges([*hub, *((i, i) for i in range(9))], 9))
+    assert hubbed.hasse.edges == window.hasse.edges
+    assert (hubbed.masks[0].nnz, hubbed.depth) == (23, 3)
+    assert (window.masks[0].nnz, window.depth) == (24, 4)

@@ -364,7 +364,7 @@ class AnswerReading(Handle):
         return {"reach": reach, "allowed": self._reach}
 
     def _with_removals(self, explained: Explanation, count: int, progress: Progress | None) -> Explanation:
-        edges, entries = explained.edges[:count], explained.entries[:count]
+        edges, entries = explained.causes[:count], explained.entries[:count]
         removal = self.remove([*edges, *entries], progress)
         lost = dict(zip([id(item) for item in (*edges, *entries)], removal.alone, strict=True))
 

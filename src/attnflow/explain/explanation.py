@@ -152,6 +152,11 @@ class Explanation(Result):
         return tuple(source for source in self.sources if source.kind == "entry")
 
     @property
+    def causes(self) -> tuple[Edge, ...]:
+        """The edges by the size of their effect, which ranks them as removal does; what is carried does not."""
+        return tuple(sorted(self.edges, key=lambda edge: -abs(edge.effect)))
+
+    @property
     def tokens(self) -> tuple[Source, ...]:
         """The sources that are tokens, those of an encoder after those of the answering stream."""
         return tuple(source for source in self.sources if source.kind == "token")
@@ -242,7 +247,7 @@ class Explanation(Result):
             f"{'logit' if self.above() else 'score'} {self.value:+.3g}{self.above()}: carried, effect"
             + removed * self._measured
         )
-        for edge in self.edges[:_SHOWN]:
+        for edge in self.causes[:_SHOWN]:
             sender, receiver = (token_label(text) for text in self.ends(edge))
             path = f"{sender} ({edge.key}) -> {receiver} ({edge.query})"
             yield f"  {edge.name:9} {shorten(path, 32):32} {_numbers(edge)}  weight {edge.weight:.2f}"
@@ -253,13 +258,13 @@ class Explanation(Result):
         ranks = ", ".join(
             f"{kind} {value:.2f}" for kind, value in self.agreement.items() if kind in ("edges", "entries")
         )
-        share = percent(self.covered(len(self.edges[:_SHOWN])))
-        yield f"edges: {share} of what moves; carried and effect by rank: {ranks or 'too few'}"
+        share = percent(self.covered(20))
+        yield f"20 edges: {share} of what moves; carried and effect by rank: {ranks or 'too few'}"
         yield f"{self._order()}; sources sum to the value within {self.error:.0e}"
 
     @property
     def _measured(self) -> bool:
-        return any(item.removed is not None for item in (*self.edges[:_SHOWN], *self.entries[:_SHOWN]))
+        return any(item.removed is not None for item in (*self.edges, *self.entries))
 
     def _order(self) -> str:
         if self.leaks:

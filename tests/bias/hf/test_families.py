@@ -151,3 +151,18 @@ def test_vision_models():
         assert (model(pixels)[0] - plain).abs().max() > 1e-4
         handle_of(model).remove()
         assert torch.equal(model(pixels)[0], plain)
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "ModernBert"])
+def test_an_encoder_gets_a_dense_asymmetric_map(name):
+    """daa, sec. 7: B is not triangular there, and B_ij is not B_ji."""
+    model, seen = biased(name), []
+    bias = next(bias for _, bias in layer_biases(model))
+    bias.observer = seen.append
+    with torch.no_grad():
+        outputs(model, input_ids=tokens(1, 7))
+    (call,) = seen
+    tile = call.terms[0].tile(slice(0, 7), slice(0, 7))[0, 0]
+    assert call.allow.dense() is None or bool(call.allow.dense().all())
+    assert (tile != 0).all()
+    assert (tile - tile.T).abs().max() > 0.1
