@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.explain.entries import Chunk, Entries, Writer
@@ -19,6 +20,7 @@ _EDGES: Final = 600  # that are kept, the strongest by what they carry, and a th
 _ENTRIES: Final = 400  # the same, by effect and by what they carry
 _PROMOTED: Final = 3  # tokens that are named for an entry
 _NAMED: Final = 40  # entries for which they are
+_BLOCK: Final = 64  # numbers of a table that are compared at once
 
 
 class Amounts:
@@ -99,10 +101,7 @@ class Amounts:
             if not half:
                 heads[attention.layer, : len(carried)] += carried.sum((1, 2)).cpu()
             flat = carried.flatten()
-            strongest = [
-                table.abs().flatten().topk(min(size, table.numel())).indices
-                for table, size in ((carried, _EDGES), (effects, _EDGES // 3))
-            ]
+            strongest = [_largest(carried, _EDGES), _largest(effects, _EDGES // 3)]
             found += self._found(attention, half, flat, effects, torch.cat(strongest).unique())
         by_carried = sorted(found, key=lambda edge: -abs(edge.carried))[:_EDGES]
         by_effect = sorted(found, key=lambda edge: -abs(edge.effect))[: _EDGES // 3]
@@ -208,38 +207,42 @@ class Amounts:
                 sums[id(written)][place] += total
                 rest[half, written.layer][place] += total
             if carried.numel():
-                best = [t.abs().flatten().topk(min(_ENTRIES, t.numel())).indices for t in (effects, carried)]
+                best = [_largest(table, _ENTRIES) for table in (effects, carried)]
                 places = torch.cat(best).unique()
                 row, column = torch.unravel_index(places, carried.shape)
                 numbers = (carried.flatten()[places], effects.flatten()[places], chunk.weights.flatten()[places])
                 tables.append((writer, written, chunk, row, column, *numbers))
         chosen = _strongest(tables)
+        texts = [entries.texts(t[0], [int(t[2].entries[t[4][at]])])[0] for t, at in chosen]
+        named = [place for place in range(min(_NAMED, len(chosen))) if not texts[place]]
+        vectors = [t[2].values[t[4][at]] * t[7][at].sign() for t, at in map(chosen.__getitem__, named)]
+        promoted = dict(zip(named, self.promoted(vectors), strict=False))
         singles: list[Source] = []
         for place, (table, at) in enumerate(chosen):
             writer, written, chunk, row, column, carried, effects, weights = table
             half, entry = self.held.halves[written.prefix], int(chunk.entries[column[at]])
-            text = entries.texts(writer, [entry])[0]
-            named = place < _NAMED and not text
-            words = self.promoted(chunk.values[column[at]] * weights[at].sign()) if named else ()
             amounts = (float(carried[at]), float(effects[at]))
             for number, amount in enumerate(amounts):
                 rest[half, written.layer][number] -= amount
             position = int(chunk.positions[row[at]])
             singles.append(
                 Source("entry", written.layer, position, half, entry + writer.offset, amounts[0], amounts[1],
-                       float(weights[at]), text, words)
+                       float(weights[at]), texts[place], promoted.get(place, ()))
             )  # fmt: skip
         return singles, rest, sums, size
 
-    def promoted(self, value: Tensor) -> tuple[str, ...]:
-        """The tokens whose logits a vector raises most through the final norm alone; none without an unembedding."""
+    def promoted(self, vectors: Sequence[Tensor]) -> list[tuple[str, ...]]:
+        """The tokens whose logits each raises most through the final norm alone; none without an unembedding."""
         head = getattr(self.held.subject.model, "get_output_embeddings", lambda: None)()
-        table = getattr(head, "weight", None)
-        gain = self.held.final_gain
-        if not isinstance(table, Tensor) or gain is None or not table.shape[-1] == gain.numel() == len(value):
-            return ()
-        logits = table.detach().to(value) @ (gain.flatten().to(value) * value)
-        return tuple(self.held.subject.texts(logits.topk(_PROMOTED).indices.tolist()))
+        table, norm = getattr(head, "weight", None), self.held.final_norm
+        if not vectors or not isinstance(table, Tensor) or norm is None:
+            return []
+        if {table.shape[-1], norm.gain.numel()} != {len(vector) for vector in vectors}:
+            return []
+        with torch.no_grad():
+            directions = norm.gain.flatten() * norm.reduced(torch.stack(list(vectors)).to(norm.gain))
+            best = (directions @ table.detach().to(directions).T).topk(_PROMOTED).indices
+        return [tuple(self.held.subject.texts(row)) for row in best.tolist()]
 
     def explanation(self, entries: Entries, **about: Any) -> Explanation:
         edges, heads, moved = self.edges()
@@ -290,3 +293,12 @@ def _strongest(tables: Sequence[tuple[Any, ...]]) -> list[tuple[tuple[Any, ...],
                 number = int(torch.searchsorted(starts, at, right=True)) - 1
                 chosen[number, at - int(starts[number])] = (tables[number], at - int(starts[number]))
     return list(chosen.values())
+
+
+def _largest(table: Tensor, count: int) -> Tensor:
+    """The places of the largest sizes in a flattened table: they lie in the blocks with the largest ones."""
+    sizes = table.abs().flatten()
+    blocks = functional.pad(sizes, (0, -len(sizes) % _BLOCK), value=-1.0).view(-1, _BLOCK)
+    chosen = blocks.amax(-1).topk(min(count, len(blocks))).indices
+    places = blocks[chosen].flatten().topk(min(count, len(sizes))).indices
+    return chosen[places // _BLOCK] * _BLOCK + places % _BLOCK
