@@ -1,6 +1,7 @@
 """One pass that is asked much: under any mode of PyTorch, in models whose layers run twice, and after changes."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -145,3 +146,13 @@ def test_an_entry_promotes_what_its_value_raises_behind_the_final_norm(family):
         best = (table @ (norm.weight * value)).topk(3).indices.tolist()
     assert (best == plain) == (family == "Llama")
     assert [int(text) for text in entry.promotes] == best
+
+
+def test_threads_may_ask_one_pass():
+    model = tiny("Llama")
+    wanted = {token: af.explain.answer(model, IDS, token, 9).sources for token in range(10, 18)}
+    reading = af.explain.reading(model, IDS)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            found = list(pool.map(lambda token: reading.answer(token, 9).sources, wanted))
+            assert found == list(wanted.values())
