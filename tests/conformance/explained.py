@@ -72,7 +72,7 @@ def _cut(model: nn.Module, edge: Edge) -> Iterator[None]:
             output, weights = function(module, query, key, value, *args, **kwargs)
             name = layers.get(module, "")
             cross = "cross" in name.lower() or "encdec" in name.lower() or "encoder_attn" in name
-            decodes = not halves or (not name.startswith("encoder") and ".encoder." not in name)
+            decodes = not halves or name.startswith("decoder.") or not f".{name}".count(".encoder.")
             if name and decodes and cross == (edge.half == "cross"):
                 without = value.clone()
                 without[:, :, edge.key] = 0
