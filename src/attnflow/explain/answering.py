@@ -214,6 +214,7 @@ class AnswerReading(Handle):
 
         Raises:
             ValueError: nothing was explained yet, or a source that is no entry: a token cannot be left out of a sum.
+            RuntimeError: the model changed since the pass.
         """
         if items is None:
             return super().remove()
