@@ -27,7 +27,7 @@ def test_it_prints_who_told_the_answer(run: Callable, tiny_model: str) -> None:
 def test_json_is_the_result_with_its_removals(run: Callable, tiny_model: str) -> None:
     found = Explanation.from_json(run("explain", tiny_model, TEXT, "--json").out)
     assert found.model == tiny_model
-    assert all(edge.removed is not None for edge in found.edges[:5])
+    assert all(edge.removed is not None for edge in found.causes[:5])
     assert all(entry.removed is not None for entry in found.entries[:5])
 
 

@@ -208,7 +208,7 @@ CLOSED = [
     *("GPTNeoXForCausalLM", "CohereForCausalLM", "GraniteForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM"),
     *("DeepseekV3ForCausalLM", "Qwen3NextForCausalLM", "JambaForCausalLM", "FalconH1ForCausalLM", "OPTForCausalLM"),
     *("ModernBertForMaskedLM", "AlbertForMaskedLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
-    *("Llama4ForCausalLM", "Gemma3nForCausalLM", "MarianMTModel"),
+    *("Llama4ForCausalLM", "Gemma3nForCausalLM", "MarianMTModel", "T5GemmaForConditionalGeneration"),
 ]
 
 

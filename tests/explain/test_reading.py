@@ -1,6 +1,7 @@
 """One pass that is asked much: under any mode of PyTorch, in models whose layers run twice, and after changes."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import transformers
 from torch.nn import functional
 
 import attnflow as af
+from attnflow.explain.amounts import Strongest
 from tests.conformance.miniature import named
 from tests.explain.test_answer import IDS, made
 from tests.models import tiny
@@ -117,3 +119,42 @@ def test_a_single_number_is_compared_with_zero():
     assert found.value == pytest.approx(float(model(IDS).logits.detach()), rel=1e-5)
     assert sum(source.carried for source in found.sources) == pytest.approx(found.value, rel=1e-9)
     assert repr(found).splitlines()[1].startswith(f"logit {found.value:+.3g} above '0': ")
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 7, 7), (3, 40, 40)])
+def test_the_largest_of_many_tables_are_among_the_places_found(shape):
+    strongest, tables = Strongest(100), [factor * torch.rand(shape) for factor in (1.0, 0.2, 3.0, 1.5)]
+    found = [(number, place) for number, t in enumerate(tables) for place in strongest.places(t).tolist()]
+    every = torch.stack([table.flatten() for table in tables])
+    wanted = every.flatten().topk(min(100, every.numel())).indices.tolist()
+    assert {divmod(place, every.shape[1]) for place in wanted} <= set(found)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_an_entry_promotes_what_its_value_raises_behind_the_final_norm(family):
+    model = made(family)
+    norm = model.model.norm if family == "Llama" else model.transformer.ln_f
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "mlp.down_proj" in name or "mlp.c_proj.w" in name:
+                parameter.add_(1.0)  # a mean, which a centred norm takes away
+        entry = af.explain.answer(model, IDS, 7, 9).entries[0]
+        layer = (model.model.layers if family == "Llama" else model.transformer.h)[entry.layer].mlp
+        value = layer.down_proj.weight[:, entry.entry] if family == "Llama" else layer.c_proj.weight[entry.entry]
+        value = value * torch.tensor(entry.activation).sign()
+        table = model.get_output_embeddings().weight
+        plain = (table @ (norm.weight * value)).topk(3).indices.tolist()
+        value = value if family == "Llama" else value - value.mean()
+        best = (table @ (norm.weight * value)).topk(3).indices.tolist()
+    assert (best == plain) == (family == "Llama")
+    assert [int(text) for text in entry.promotes] == best
+
+
+def test_threads_may_ask_one_pass():
+    model = tiny("Llama")
+    wanted = {token: af.explain.answer(model, IDS, token, 9).sources for token in range(10, 18)}
+    reading = af.explain.reading(model, IDS)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            found = list(pool.map(lambda token: reading.answer(token, 9).sources, wanted))
+            assert found == list(wanted.values())

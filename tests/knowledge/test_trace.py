@@ -370,3 +370,14 @@ def test_entries_that_write_a_token_are_those_whose_values_point_to_it(name):
     assert [abs(entry.cosine) for entry in found.entries] == pytest.approx(sizes, rel=1e-5)
     with pytest.raises(ValueError, match="token must be"):
         af.knowledge.writers(model, 50)
+
+
+def test_against_is_a_token_and_gradients_may_be_off():
+    model = tiny("Llama")
+    wanted = trace(model, [5, 6, 7], targets=8, against=9)
+    with torch.inference_mode():
+        found = trace(model, [5, 6, 7], targets=8, against=9)
+    assert found.layer(0).effects.equal(wanted.layer(0).effects)
+    for against, kind in ((50, ValueError), (-1, ValueError), (True, TypeError)):
+        with pytest.raises(kind, match="against must be"):
+            trace(model, [5, 6, 7], targets=8, against=against)

@@ -227,32 +227,36 @@ class Amounts:
                 numbers = (carried.flatten()[places], effects.flatten()[places], chunk.weights.flatten()[places])
                 tables.append((writer, written, chunk, row, column, *numbers))
         chosen = _strongest(tables)
+        texts = [entries.texts(t[0], [int(t[2].entries[t[4][at]])])[0] for t, at in chosen]
+        named = [place for place in range(min(_NAMED, len(chosen))) if not texts[place]]
+        vectors = [t[2].values[t[4][at]] * t[7][at].sign() for t, at in map(chosen.__getitem__, named)]
+        promoted = dict(zip(named, self.promoted(vectors), strict=False))
         singles: list[Source] = []
         for place, (table, at) in enumerate(chosen):
             writer, written, chunk, row, column, carried, effects, weights = table
             half, entry = self.held.halves[written.prefix], int(chunk.entries[column[at]])
-            text = entries.texts(writer, [entry])[0]
-            named = place < _NAMED and not text
-            words = self.promoted(chunk.values[column[at]] * weights[at].sign()) if named else ()
             amounts = (float(carried[at]), float(effects[at]))
             for number, amount in enumerate(amounts):
                 rest[half, written.layer][number] -= amount
             position = int(chunk.positions[row[at]])
             singles.append(
                 Source("entry", written.layer, position, half, entry + writer.offset, amounts[0], amounts[1],
-                       float(weights[at]), text, words)
+                       float(weights[at]), texts[place], promoted.get(place, ()))
             )  # fmt: skip
         return singles, rest, sums, size
 
-    def promoted(self, value: Tensor) -> tuple[str, ...]:
-        """The tokens whose logits a vector raises most through the final norm alone; none without an unembedding."""
+    def promoted(self, vectors: Sequence[Tensor]) -> list[tuple[str, ...]]:
+        """The tokens whose logits each raises most through the final norm alone; none without an unembedding."""
         head = getattr(self.held.subject.model, "get_output_embeddings", lambda: None)()
-        table = getattr(head, "weight", None)
-        gain = self.held.final_gain
-        if not isinstance(table, Tensor) or gain is None or not table.shape[-1] == gain.numel() == len(value):
-            return ()
-        logits = table.detach().to(value) @ (gain.flatten().to(value) * value)
-        return tuple(self.held.subject.texts(logits.topk(_PROMOTED).indices.tolist()))
+        table, norm = getattr(head, "weight", None), self.held.final_norm
+        if not vectors or not isinstance(table, Tensor) or norm is None:
+            return []
+        if {table.shape[-1], norm.gain.numel()} != {len(vector) for vector in vectors}:
+            return []
+        with torch.no_grad():
+            directions = norm.gain.flatten() * norm.reduced(torch.stack(list(vectors)).to(norm.gain))
+            best = (directions @ table.detach().to(directions).T).topk(_PROMOTED).indices
+        return [tuple(self.held.subject.texts(row)) for row in best.tolist()]
 
     def explanation(self, entries: Entries, allowed: Sequence[Tensor] = (), **about: Any) -> Explanation:
         edges, leaks, heads, moved = self.edges(allowed)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 from typing import Any, Final, cast, overload
 
 import torch
@@ -128,7 +129,7 @@ class AnswerReading(Handle):
         super().__init__(subject.model)
         with torch.inference_mode(False):
             self._subject, self._inputs = subject, {name: value.clone() for name, value in inputs.items()}
-        self._entries = Entries.of(subject)
+        self._entries, self._turn = Entries.of(subject), Lock()
         self._held: HeldPass | None = None
         self._gated = False
         self._reach: tuple[Tensor, ...] | None = None
@@ -223,6 +224,7 @@ class AnswerReading(Handle):
 
         Raises:
             ValueError: nothing was explained yet, or a source that is no entry: a token cannot be left out of a sum.
+            RuntimeError: the model changed since the pass.
         """
         if items is None:
             return super().remove()
@@ -334,7 +336,8 @@ class AnswerReading(Handle):
 
     def _amounts_of(self, held: HeldPass, value: Tensor, span: float, constant: float = 0.0) -> Amounts:
         def derived(along: bool) -> Derivatives:
-            found = held.derivatives(value, along)
+            with self._turn:  # threads may ask one pass
+                found = held.derivatives(value, along)
             found.constants[""] = found.constants.get("", 0.0) + constant
             return found
 

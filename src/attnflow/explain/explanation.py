@@ -107,7 +107,7 @@ class Explanation(Result):
         position: of the token that answers; None for the logits of a whole sequence.
         answer: the token, or class, that is explained.
         answer_id: its number among the logits.
-        against: the tokens with which it is compared; empty for the mean of all logits.
+        against: the tokens with which it is compared; empty for the mean of all logits; "0" for a single number.
         value: what is explained.
         probability: of the answer.
         sources: every source, entries by the size of their effect; weak entries are summed by layer.

@@ -35,7 +35,7 @@ from attnflow.models.passes.interception import (
     intercept,
     readable_implementation,
 )
-from attnflow.models.passes.reads import hold, may_be_norm
+from attnflow.models.passes.reads import HeldNorm, hold, may_be_norm
 from attnflow.models.passes.recording import alike, owns_matrix
 from attnflow.models.passes.stream import added_to, lists_of
 from attnflow.models.passes.switch import Constant, Either, Route, Routed, Secants, Stop, Switch, carried
@@ -125,7 +125,7 @@ class HeldPass:
         self._writers = {module: path for path, module in writers.items() if self.prefix(path)}
         self._scorers = {path: module for path, module in scorers.items() if self.prefix(path)}
         self.scored: dict[tuple[str, int], Call] = {}  # calls of scorers, by path and layer
-        self.final_gain: Tensor | None = None  # of a norm between the last layer and the unembedding
+        self.final_norm: HeldNorm | None = None  # between the last layer and the unembedding
         self._biases: dict[int, Constant] = {}
         self._norms: list[Constant] = []  # biases of norms, one for each call
         self._entered: list[tuple[nn.Module, list[tuple[Tensor, Tensor]]]] = []
@@ -294,7 +294,7 @@ class HeldPass:
             flat = not any(True for _ in call.module.parameters())
             return self.secant(x, output) if flat and x.shape == output.shape else None
         if not self._open and any(torch.equal(x, end) for end in self.ends.values() if end.shape == x.shape):
-            self.final_gain = norm.gain.detach()
+            self.final_norm = norm
         bias = norm.bias.detach().requires_grad_()
         self._norms.append(Constant(bias.detach(), get_gradient_edge(bias), self._open[-1][0] if self._open else ""))
         return Either.apply(self.switch, output, norm.gain * norm.reduced(x) * norm.scale + bias)

@@ -269,8 +269,8 @@ def lists_of(subject: Subject) -> dict[str, str]:
     """The lists of layers between the inputs and the logits: those of the model that reads tokens, both halves."""
     sites = [site for site in subject.sites if site.kind == "self"]
     reading = [s for s in sites if subject.embedding is not None and Subject(s.owner).embedding is subject.embedding]
-    answering = any(site.part == "decoder" for site in reading)  # else it reads tokens of its own, by another table
-    if answering or not any(site.part == "decoder" for site in sites):
+    decoding = any(site.part == "decoder" for site in sites) and all(site.part == "encoder" for site in reading)
+    if not decoding:  # else the decoder reads tokens by a table of its own
         sites = reading or sites  # beside the towers of images and sounds
     own = one_owner([site for site in sites if site.part == "decoder"] or sites)
     lists = {site.layers: "" for site in subject.sites if site.owner is own[0].owner}
