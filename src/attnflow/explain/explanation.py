@@ -259,7 +259,7 @@ class Explanation(Result):
             f"{kind} {value:.2f}" for kind, value in self.agreement.items() if kind in ("edges", "entries")
         )
         share = percent(self.covered(20))
-        yield f"20 edges: {share} of what moves; carried and effect by rank: {ranks or 'too few'}"
+        yield f"20 edges: {share} of what moves; rank correlation: {ranks or 'too few'}"
         yield f"{self._order()}; sources sum to the value within {self.error:.0e}"
 
     @property
