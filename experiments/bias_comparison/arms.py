@@ -24,6 +24,7 @@ from attnflow.bias import (
 )
 from attnflow.bias.config import BiasConfig, LayerShape, Placement
 from attnflow.bias.hf.layers import layers_of
+from attnflow.models.subject import Subject
 from experiments.bias_comparison.beside import Gate, Units, blocks_of
 
 Trained = Literal["all", "additions"]
@@ -64,7 +65,7 @@ def arm_of(model: nn.Module, name: str, hidden_dim: int = 64, layers: Placement 
     `key` and `lowrank` sit on the same layers and share one map among the heads as `guidance` does. ALiBi, the gate and
     forget gates get what they lack in wider feed-forward layers. LoRA sits on the projections of queries and values.
     """
-    shapes = [layer.shape for layer in layers_of(model)]
+    shapes = [layer.shape for layer in layers_of(Subject.of(model))]
     guidance = GuidanceConfig(layers=layers, hidden_dim=hidden_dim)
     target = _size(guidance, shapes)
     count = len(guidance.layer_indices(len(shapes)))

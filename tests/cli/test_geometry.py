@@ -213,7 +213,7 @@ def test_why_of_a_query_with_one_key_says_that_there_is_nothing_to_explain(run: 
 
 def test_why_advises_another_key_where_one_has_nearly_all_of_the_weight(run: Callable, tiny_model: str) -> None:
     words = ("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "1")
-    module = sys.modules["attnflow.report.attribution"]
+    module = sys.modules["attnflow.report.attribution_rows"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_MOST", 0.0)
         out = run(*words).out

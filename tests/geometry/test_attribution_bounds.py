@@ -108,7 +108,7 @@ ARGUMENTS = {
     "a batch": (
         {"inputs": {"input_ids": IDS.repeat(2, 1)}},
         ValueError,
-        "attribute takes one sequence, got a batch of 2",
+        "expected one sequence, got a batch of 2",
     ),
     "a batch of embeddings": (
         {"inputs": {"inputs_embeds": torch.ones(2, 4, 32).double()}},

@@ -215,7 +215,7 @@ def _run(
 
     def track(call: Call, output: Tensor) -> Tensor:
         outputs[call.name] = output if output.requires_grad else output.detach().requires_grad_()
-        return outputs[call.name]
+        return outputs[call.name].clone()  # some models write into what their layers return
 
     first, keep = question.rows[0], dict(subject.sparing)
     if "logits_to_keep" in keep:
