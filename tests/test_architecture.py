@@ -123,7 +123,7 @@ BUDGETS = {
     "tasks": 4_800,
     "testing": 530,
 }
-TESTS = 46_040
+TESTS = 46_080
 
 
 @pytest.mark.parametrize("room", ["_core", *ROOMS])

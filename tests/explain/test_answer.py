@@ -226,9 +226,7 @@ def test_sources_sum_to_the_value_in_every_family(name):
     assert found.edges
     with af.explain.reading(model, inputs) as reading:
         reading.answer(17, 19)
-        if (
-            found.entries and name != "AlbertForMaskedLM"
-        ):  # whose layers run twice; a removal and the estimate of it have the size of one another
+        if found.entries:  # a removal and the estimate of it have the size of one another
             entry = found.entries[0]
             (lost,) = reading.remove([entry]).alone
             assert lost == pytest.approx(entry.effect, rel=0.5, abs=0.05)

@@ -158,3 +158,55 @@ def test_threads_may_ask_one_pass():
         for _ in range(3):
             found = list(pool.map(lambda token: reading.answer(token, 9).sources, wanted))
             assert found == list(wanted.values())
+
+
+def test_what_is_taken_out_is_of_one_run_of_a_layer_that_runs_twice():
+    """ALBERT's one layer runs twice: by hooks of our own, the entry and the head lose their value in one run alone."""
+    model = named("AlbertForMaskedLM").double().eval()
+    layer = model.albert.encoder.albert_layer_groups[0].albert_layers[0]
+    with af.explain.reading(model, IDS) as reading:
+        found = reading.answer(17, 19)
+        items = [next(e for e in found.entries if e.layer == run) for run in (0, 1)]
+        items += [next(e for e in found.edges if e.layer == run) for run in (0, 1)]
+        lost = reading.remove(items).alone
+        weights = {(a.layer, a.kind): a.weights for a in reading._held.attentions}
+    for item, amount in zip(items, lost, strict=True):
+        run, values = {"ffn": -1, "dense": -1}, {}
+
+        def entry(_, args, item=item, run=run):
+            run["ffn"] += 1
+            changed = args[0].clone()
+            if run["ffn"] == item.layer:
+                changed[0, item.position, item.entry] = 0
+            return (changed,)
+
+        def head(_, args, item=item, run=run, values=values):
+            run["dense"] += 1
+            changed, width = args[0].clone(), args[0].shape[-1] // 4
+            part = slice(item.head * width, (item.head + 1) * width)
+            if run["dense"] == item.layer:
+                weight = weights[item.layer, ""][item.head, item.query, item.key]
+                changed[0, item.query, part] -= weight * values["v"][0, item.key, part]
+            return (changed,)
+
+        hooks = [layer.attention.value.register_forward_hook(lambda _, __, out, values=values: values.update(v=out))]
+        target, hook = (layer.ffn_output, entry) if hasattr(item, "entry") else (layer.attention.dense, head)
+        hooks.append(target.register_forward_pre_hook(hook))
+        with torch.no_grad():
+            logits = model(IDS).logits[0, -1]
+        for handle in hooks:
+            handle.remove()
+        assert amount == pytest.approx(found.value - float(logits[17] - logits[19]), abs=1e-7)
+
+
+@pytest.mark.parametrize("family", ["AlbertForMaskedLM", "LlamaForCausalLM", "MixtralForCausalLM"])
+def test_a_converted_model_has_the_entries_of_the_plain_one_and_keeps_them_after_removals(family):
+    model = named(family).double().eval()
+    plain = af.explain.answer(model, IDS, 17, 19)
+    with af.explain.reading(af.knowledge.from_ffn(model), IDS) as reading:
+        found = reading.answer(17, 19)
+        assert [e.name for e in found.entries[:30]] == [e.name for e in plain.entries[:30]]
+        assert [e.carried for e in found.entries[:30]] == pytest.approx([e.carried for e in plain.entries[:30]])
+        reading.remove([*found.edges[:1], *found.entries[:2]])
+        again = reading.answer(17, 19)  # a removal reads other entries, which are not those of the pass
+    assert again.sources == found.sources

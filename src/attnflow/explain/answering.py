@@ -307,7 +307,7 @@ class AnswerReading(Handle):
             raise RuntimeError("this reading was removed: call af.explain.reading again")
         if self._held is None or (gated and not self._gated):
             self._held = None  # its memory is free before the next pass
-            with self._entries.observed():
+            with self._entries.observed(self._entries.readings):
                 scorers = self._entries.scorers(self.model)
                 self._held = HeldPass(self._subject, self._inputs, self._entries.modules(), scorers, gated)
             self._gated, self._version = gated, self._versions()

@@ -7,10 +7,9 @@ sum_e a_e v_e. A `Writer` gives, for one call, the weights a and the values v in
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -25,6 +24,8 @@ from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts, by_
 from attnflow.models.passes.held import HeldPass, Written
 from attnflow.models.passes.watching import Call
 from attnflow.models.subject import Subject
+
+Readings = dict[LayerReader, list[LayerReading]]  # of one pass, in the order of a reader's calls
 
 
 class Chunk(NamedTuple):
@@ -51,7 +52,7 @@ class Writer:
             return self.site.num_experts * self.site.neurons
         return self.site.num_entries * len(self.site.values(self.site.every()[:1]))  # of each head
 
-    def chunks(self, call: Call, readings: Mapping[LayerReader, LayerReading]) -> Iterator[Chunk]:
+    def chunks(self, call: Call, readings: Readings) -> Iterator[Chunk]:
         """Split one call of the module."""
         with torch.no_grad():
             if isinstance(self.site, FeedForward):
@@ -62,7 +63,7 @@ class Writer:
             elif isinstance(self.site, PackedExperts):
                 yield from self._experts(self.site, call)
             else:
-                yield from self._read(self.site, readings[self.site])
+                yield from self._read(self.site, readings[self.site][call.number])
 
     def _experts(self, form: PackedExperts, call: Call) -> Iterator[Chunk]:
         given = list(inspect.signature(self.module.forward).bind(*call.args, **call.kwargs).arguments.values())
@@ -101,11 +102,11 @@ class Writer:
 
 @dataclass(eq=False)
 class Entries:
-    """All writers of a model by path, and the readings that the layers reported in the last pass."""
+    """All writers of a model by path, and what the layers that read entries reported in the held pass."""
 
     writers: dict[str, Writer]
     scores: dict[str, tuple[str, ...]]  # by path of a writer: the modules that score its entries
-    readings: dict[LayerReader, LayerReading] = field(default_factory=lambda: dict[LayerReader, LayerReading]())
+    readings: Readings = field(default_factory=lambda: Readings())
 
     @staticmethod
     def of(subject: Subject) -> Entries:
@@ -126,14 +127,15 @@ class Entries:
     def modules(self) -> dict[str, nn.Module]:
         return {path: writer.module for path, writer in self.writers.items()}
 
-    def observed(self) -> AbstractContextManager[None]:
-        """Note what layers of entries read inside; their own observers see nothing of it."""
+    def observed(self, readings: Readings) -> AbstractContextManager[None]:
+        """Note in `readings` what layers of entries read inside; their own observers see nothing of it."""
         sites = [writer.site for writer in self.writers.values()]
         readers: list[LayerReader] = [site for site in sites if isinstance(site, LayerReader)]
         if not readers:
             return nullcontext()
 
-        return observed([(reader, partial(self.readings.__setitem__, reader)) for reader in readers])
+        readings |= {reader: [] for reader in readers}
+        return observed([(reader, readings[reader].append) for reader in readers])
 
     def scorers(self, model: nn.Module) -> dict[str, nn.Module]:
         return {path: model.get_submodule(path) for paths in self.scores.values() for path in paths[:1]}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.explain.entries import Entries, Writer
+from attnflow.explain.entries import Entries, Readings, Writer
 from attnflow.explain.explanation import Edge, Source
 from attnflow.models.anatomy.sites import Site, models_around
 from attnflow.models.passes.beside import beside
@@ -35,29 +35,27 @@ def value_without(
     removed = list({_place(item): item for item in removed}.values())
     for item in removed:
         _check(item, held, entries)
-    again = next((item for item in removed if not any(_layers(held, item))), None)
-    if again is not None:
-        raise UnsupportedArchitecture(
-            f"{again.name} lies in a layer that runs more than once, so it cannot be taken out"
-        )
-    edges: dict[Site, list[Edge]] = {}
-    for item in removed:
+    edges: dict[Site, list[tuple[int, Edge]]] = {}
+    taken: dict[str, list[tuple[int, Source]]] = {}
+    for item in removed:  # by the run that they belong to, as a layer may run more than once
         if isinstance(item, Edge):
             attention = attention_of(held, item)
-            edges.setdefault(attention.site, []).append(replace(item, head=item.head - attention.first_head))
-    taken: dict[str, list[Source]] = {}
-    for item in removed:
-        if isinstance(item, Source):
-            taken.setdefault(entries.find(item, held).path, []).append(item)
+            runs = [other for other in held.attentions if other.site is attention.site]
+            edge = replace(item, head=item.head - attention.first_head)
+            edges.setdefault(attention.site, []).append((runs.index(attention), edge))
+        else:
+            written = entries.find(item, held)
+            taken.setdefault(written.path, []).append((written.call.number, item))
+    readings = Readings()
     options = {name: option for name, option in subject.sparing.items() if name != "logits_to_keep"}
     with still(subject.model), torch.no_grad(), ExitStack() as stack:
         sites = list(edges)
         if sites:
-            interceptors = {site.module: partial(_without_edges, edges[site]) for site in sites}
+            interceptors = {site.module: partial(_without_edges, edges[site], count()) for site in sites}
             stack.callback(intercept(models_around(sites), interceptors, role="look").remove)
-        stack.enter_context(entries.observed())
+        stack.enter_context(entries.observed(readings))
         modules = {path: entries.writers[path].module for path in taken}
-        stack.enter_context(Watch(modules, leave=partial(_without_entries, entries, taken)))
+        stack.enter_context(Watch(modules, leave=partial(_without_entries, entries, readings, taken)))
         output = cast(Callable[..., Any], subject.model)(**inputs, **options)
         return float(value(output))
 
@@ -78,14 +76,6 @@ def _check(item: Edge | Source, held: HeldPass, entries: Entries) -> None:
         raise ValueError(f"expected an edge of this pass, got {item.name} from {item.key} to {item.query}")
 
 
-def _layers(held: HeldPass, item: Edge | Source) -> list[str]:
-    """The paths of the layers with the number of an item."""
-    half = "" if item.half == "cross" else item.half
-    paths = [f"{prefix}.{item.layer}" for prefix, other in held.halves.items() if other == half]
-    names = {name for name, _ in held.subject.model.named_modules()}
-    return [path for path in paths if path in names]
-
-
 def attention_of(held: HeldPass, edge: Edge) -> HeldAttention:
     """The attention of the pass that an edge belongs to."""
     for attention in held.attentions:
@@ -95,8 +85,12 @@ def attention_of(held: HeldPass, edge: Edge) -> HeldAttention:
     raise ValueError(f"expected an edge of this pass, got {edge.name}")
 
 
-def _without_edges(edges: Sequence[Edge], call: AttentionCall, proceed: Proceed) -> Output:
+def _without_edges(
+    removed: Sequence[tuple[int, Edge]], runs: Iterator[int], call: AttentionCall, proceed: Proceed
+) -> Output:
     """Attention less what some keys give, which the values of each of those keys alone show, in the same call."""
+    run = next(runs)
+    edges = [edge for number, edge in removed if number == run]
     keys = sorted({edge.key for edge in edges})
     alone = [torch.zeros_like(call.value) for _ in keys]
     for key, value in zip(keys, alone, strict=True):
@@ -108,12 +102,19 @@ def _without_edges(edges: Sequence[Edge], call: AttentionCall, proceed: Proceed)
     return whole, None
 
 
-def _without_entries(entries: Entries, taken: Mapping[str, Sequence[Source]], call: Call, output: Tensor) -> Tensor:
+def _without_entries(
+    entries: Entries,
+    readings: Readings,
+    taken: Mapping[str, Sequence[tuple[int, Source]]],
+    call: Call,
+    output: Tensor,
+) -> Tensor:
     writer: Writer = entries.writers[str(call.name)]
+    sources = [source for run, source in taken[writer.path] if run == call.number]
     left = output.clone(memory_format=torch.contiguous_format)
     flat = left.view(-1, left.shape[-1])
-    for chunk in writer.chunks(call, entries.readings):
-        for source in taken[writer.path]:
+    for chunk in writer.chunks(call, readings) if sources else ():
+        for source in sources:
             columns = (chunk.entries + writer.offset == source.entry).nonzero().flatten()
             rows = chunk.rows[chunk.positions == source.position]
             if len(columns) and len(rows):
