@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,27 @@ class Strongest:
         if len(self._best) == self._count:
             self._floor = float(self._best[-1])
         return found
+
+
+class Candidates(NamedTuple):
+    """Entries of one chunk that may be among the strongest: their rows and columns, and three numbers of each."""
+
+    writer: Writer
+    written: Written
+    chunk: Chunk
+    rows: Tensor
+    columns: Tensor
+    carried: Tensor
+    effects: Tensor
+    weights: Tensor
+
+    def value(self, at: int) -> Tensor:
+        """What one of them wrote, up to the size of its weight."""
+        return self.chunk.values[self.columns[at]] * self.weights[at].sign()
+
+    def entry(self, at: int) -> int:
+        """Its number within the writer."""
+        return int(self.chunk.entries[self.columns[at]])
 
 
 class Amounts:
@@ -206,7 +227,7 @@ class Amounts:
         self, entries: Entries
     ) -> tuple[list[Source], dict[tuple[str, int], list[float]], dict[int, list[float]], float]:
         """The strongest entries; what is left by half and layer; the sums of each call of a writer; and their size."""
-        tables: list[tuple[Any, ...]] = []
+        tables: list[Candidates] = []
         rest: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
         sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         size, most, telling = 0.0, Strongest(_ENTRIES), Strongest(_ENTRIES)
@@ -225,24 +246,21 @@ class Amounts:
                 places = torch.cat([telling.places(effects.abs()), most.places(sizes)]).unique()
                 row, column = torch.unravel_index(places, carried.shape)
                 numbers = (carried.flatten()[places], effects.flatten()[places], chunk.weights.flatten()[places])
-                tables.append((writer, written, chunk, row, column, *numbers))
+                tables.append(Candidates(writer, written, chunk, row, column, *numbers))
         chosen = _strongest(tables)
-        texts = [entries.texts(t[0], [int(t[2].entries[t[4][at]])])[0] for t, at in chosen]
+        texts = [entries.texts(table.writer, [table.entry(at)])[0] for table, at in chosen]
         named = [place for place in range(min(_NAMED, len(chosen))) if not texts[place]]
-        vectors = [t[2].values[t[4][at]] * t[7][at].sign() for t, at in map(chosen.__getitem__, named)]
+        vectors = [table.value(at) for table, at in map(chosen.__getitem__, named)]
         promoted = dict(zip(named, self.promoted(vectors), strict=False))
         singles: list[Source] = []
         for place, (table, at) in enumerate(chosen):
-            writer, written, chunk, row, column, carried, effects, weights = table
-            half, entry = self.held.halves[written.prefix], int(chunk.entries[column[at]])
-            amounts = (float(carried[at]), float(effects[at]))
-            for number, amount in enumerate(amounts):
-                rest[half, written.layer][number] -= amount
-            position = int(chunk.positions[row[at]])
-            singles.append(
-                Source("entry", written.layer, position, half, entry + writer.offset, amounts[0], amounts[1],
-                       float(weights[at]), texts[place], promoted.get(place, ()))
-            )  # fmt: skip
+            layer, half = table.written.layer, self.held.halves[table.written.prefix]
+            carried, effect = float(table.carried[at]), float(table.effects[at])
+            rest[half, layer][0] -= carried
+            rest[half, layer][1] -= effect
+            position, entry = int(table.chunk.positions[table.rows[at]]), table.entry(at) + table.writer.offset
+            about = float(table.weights[at]), texts[place], promoted.get(place, ())
+            singles.append(Source("entry", layer, position, half, entry, carried, effect, *about))
         return singles, rest, sums, size
 
     def promoted(self, vectors: Sequence[Tensor]) -> list[tuple[str, ...]]:
@@ -296,14 +314,13 @@ def _by_token(amounts: Tensor) -> Tensor:
     return amounts.sum(-1).reshape(-1, amounts.shape[-2]).sum(0)
 
 
-def _strongest(tables: Sequence[tuple[Any, ...]]) -> list[tuple[tuple[Any, ...], int]]:
+def _strongest(tables: Sequence[Candidates]) -> list[tuple[Candidates, int]]:
     """The places in these tables with the largest effects, and those that carry most."""
-    chosen: dict[tuple[int, int], tuple[tuple[Any, ...], int]] = {}
-    starts = torch.tensor([0, *(len(table[3]) for table in tables)]).cumsum(0)
-    for column in (6, 5):  # effects, carried
-        if tables:
-            sizes = torch.cat([table[column].abs().cpu() for table in tables])
-            for at in sizes.topk(min(_ENTRIES, len(sizes))).indices.tolist():
-                number = int(torch.searchsorted(starts, at, right=True)) - 1
-                chosen[number, at - int(starts[number])] = (tables[number], at - int(starts[number]))
+    chosen: dict[tuple[int, int], tuple[Candidates, int]] = {}
+    starts = torch.tensor([0, *(len(table.rows) for table in tables)]).cumsum(0)
+    for name in ("effects", "carried") if tables else ():
+        sizes = torch.cat([getattr(table, name).abs().cpu() for table in tables])
+        for at in sizes.topk(min(_ENTRIES, len(sizes))).indices.tolist():
+            number = int(torch.searchsorted(starts, at, right=True)) - 1
+            chosen[number, at - int(starts[number])] = (tables[number], at - int(starts[number]))
     return list(chosen.values())

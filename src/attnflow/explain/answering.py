@@ -30,7 +30,7 @@ from attnflow.models.subject import Loaded, Subject, Text
 
 Token = asking.Token
 CLOSE: Final = 1e-5  # of the range of the logits: how far the sum of sources may be from the value
-CHANGED: Final = 1e-3  # of that range: how far the value may be from that of the model without its graph
+_SAME: Final = 1e-3  # of that range: how far the value may be from that of the model without its graph
 _CHANGED: Final = "the model changed since the pass of this reading: call af.explain.reading again"
 
 
@@ -203,10 +203,10 @@ class AnswerReading(Handle):
             raise ValueError(f"{edge.name} belongs to a further attention of its layer, whose scores are not explained")
         if edge.half == "encoder":
             raise ValueError("the edge lies in the encoder: explain its score by af.geometry.attribute(encoder, ...)")
-        model = Loaded(cast(Any, self.model), self._subject.tokenizer)
         return attribute(
-            model, self._inputs, edge.layer, edge.head, edge.query, edge.key,
+            self.model, self._inputs, edge.layer, edge.head, edge.query, edge.key,
             against="strongest" if against is None else against, attention="cross" if edge.half else "self",
+            tokenizer=self._subject.tokenizer,
         )  # fmt: skip
 
     @overload
@@ -242,7 +242,7 @@ class AnswerReading(Handle):
             if progress is not None:
                 progress(done + 1, len(sets), "removing")
         full, *alone, together = values
-        if abs(full - self._last.value) > CHANGED * self._span:
+        if abs(full - self._last.value) > _SAME * self._span:
             raise RuntimeError(_CHANGED)
         return Removal(tuple(item.name for item in taken), tuple(full - part for part in alone), full - together, full)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.explain.explanation import Source
 from attnflow.knowledge.layered import EntryScores, LayerReader, SharedReader, observed
-from attnflow.knowledge.reader import LayerReading
+from attnflow.knowledge.reader import LayerReading, distinct
 from attnflow.knowledge.store.source import EntrySource
 from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts, by_expert, neuron_weights, stored
 from attnflow.models.passes.held import HeldPass, Written
@@ -89,8 +89,7 @@ class Writer:
         every = reader.every().to(weights.device)
         if reading.ids is not None:
             ids = reading.ids.flatten(0, -3)
-            places = ids[ids >= 0].unique()
-            columns = torch.searchsorted(places, ids.clamp(min=0)).clamp(max=max(len(places) - 1, 0))
+            places, columns = distinct(ids)
             table = weights.new_zeros(*weights.shape[:2], len(places))
             if len(places):
                 table.scatter_add_(-1, columns, torch.where(ids >= 0, weights, 0))

@@ -240,8 +240,8 @@ class Explanation(Result):
         prompt = prompt if len(prompt) <= 44 else f"…{prompt[-43:]}"
         chance = "" if isnan(self.probability) else f" ({percent(self.probability)})"
         yield f"{self.answer!r}{chance} after {prompt!r}"
-        removed = ", removed"
-        if signs := [self.agreement[f"{name} and removed"] for name in ("carried", "effect") if self._measured]:
+        removed, agreement = ", removed", self.agreement
+        if signs := [agreement[f"{name} and removed"] for name in ("carried", "effect") if self._measured]:
             removed += f" (same sign: {', '.join(percent(share) for share in signs)})"
         yield (
             f"{'logit' if self.above() else 'score'} {self.value:+.3g}{self.above()}: carried, effect"
@@ -255,9 +255,7 @@ class Explanation(Result):
             place = "" if entry.position is None else f"at {token_label(self.token(entry.position, entry.half))}"
             words = shorten(entry.text, 20) if entry.text else " ".join(map(token_label, entry.promotes))
             yield f"  {entry.name:9} {shorten(f'{place} ({entry.position})', 32):32} {_numbers(entry)}  {words}"
-        ranks = ", ".join(
-            f"{kind} {value:.2f}" for kind, value in self.agreement.items() if kind in ("edges", "entries")
-        )
+        ranks = ", ".join(f"{kind} {value:.2f}" for kind, value in agreement.items() if kind in ("edges", "entries"))
         share = percent(self.covered(20))
         yield f"20 edges: {share} of what moves; rank correlation: {ranks or 'too few'}"
         yield f"{self._order()}; sources sum to the value within {self.error:.0e}"

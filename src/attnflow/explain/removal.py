@@ -47,7 +47,6 @@ def value_without(
             written = entries.find(item, held)
             taken.setdefault(written.path, []).append((written.call.number, item))
     readings = Readings()
-    options = {name: option for name, option in subject.sparing.items() if name != "logits_to_keep"}
     with still(subject.model), torch.no_grad(), ExitStack() as stack:
         sites = list(edges)
         if sites:
@@ -56,7 +55,7 @@ def value_without(
         stack.enter_context(entries.observed(readings))
         modules = {path: entries.writers[path].module for path in taken}
         stack.enter_context(Watch(modules, leave=partial(_without_entries, entries, readings, taken)))
-        output = cast(Callable[..., Any], subject.model)(**inputs, **options)
+        output = cast(Callable[..., Any], subject.model)(**inputs, **subject.uncached)
         return float(value(output))
 
 

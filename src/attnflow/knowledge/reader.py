@@ -39,6 +39,12 @@ class LayerReading:
     certificate: Certificate | None = None
 
 
+def distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct ids without -1, and each id's index among them (arbitrary for -1)."""
+    distinct = ids[ids >= 0].unique()
+    return distinct, torch.searchsorted(distinct, ids).clamp(max=max(len(distinct) - 1, 0))
+
+
 Observer = Callable[[LayerReading], None]
 
 

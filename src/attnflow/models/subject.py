@@ -209,10 +209,14 @@ class Subject:
         return self.accepted("use_cache") is not None or hands_on
 
     @property
+    def uncached(self) -> dict[str, object]:
+        """The arguments of a pass that keeps no cache."""
+        return {"use_cache": False} if self.accepts("use_cache") else {}
+
+    @property
     def sparing(self) -> dict[str, object]:
         """The arguments of a pass that keeps no cache and computes the last logits alone."""
-        wanted = {"use_cache": False, "logits_to_keep": 1}
-        return {name: value for name, value in wanted.items() if self.accepts(name)}
+        return self.uncached | ({"logits_to_keep": 1} if self.accepts("logits_to_keep") else {})
 
     def named(self, inputs: object) -> dict[str, Any]:
         """Name what a model is called with: a text, token ids, vectors, or keyword arguments, which stay so."""

@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow.knowledge.layered import LayerReader
+from attnflow.knowledge.layered import LayerReader, numbering
 from attnflow.models.anatomy.mixing import attends
 from attnflow.models.passes.watching import Call, Watch, calls_of
 
@@ -33,6 +34,11 @@ class Stream:
     def __init__(self, model: nn.Module, positions: Sequence[int]) -> None:
         self.model, self.positions = model, list(positions)
         self.paths = {part.layer: name for name, part in model.named_modules() if isinstance(part, LayerReader)}
+
+    @cached_property
+    def numbers(self) -> dict[LayerReader, tuple[int, int]]:
+        """By reader: the number of its layer in the model, and that of its first entry there."""
+        return numbering(self.model)
 
     @contextmanager
     def watching(self, add: Add) -> Generator[None]:

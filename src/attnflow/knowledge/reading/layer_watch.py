@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attnflow.knowledge.layered import LayerReader, numbering
-from attnflow.knowledge.reader import LayerReading
+from attnflow.knowledge.layered import LayerReader
+from attnflow.knowledge.reader import LayerReading, distinct
 from attnflow.knowledge.reading.direct_effect import Directions, Kind, Stream, wide
 from attnflow.knowledge.reading.provenance import By, LayerTrace
 
@@ -69,10 +69,10 @@ class LayerWatch:
         layer = self.reader.layer
         self._keep(by)
         places, heads, scores = self.joined("places"), self.joined("heads"), self.joined("scores")
-        distinct, column = _distinct(places)
+        unique, column = distinct(places)
         thresholds = torch.zeros_like(scores)
-        if len(distinct):
-            thresholds = self.reader.thresholds(distinct).detach()[0, heads.clamp(min=0), column].to(scores)
+        if len(unique):
+            thresholds = self.reader.thresholds(unique).detach()[0, heads.clamp(min=0), column].to(scores)
         hide = partial(torch.masked_fill, mask=places < 0, value=0)
         return LayerTrace(
             layer,
@@ -98,7 +98,7 @@ class LayerWatch:
         """Spread scores and weights to one column per entry that any token read; also return the entries' places."""
         if ids is None:
             return scores, weights, self.reader.every().to(scores.device)
-        places, column = _distinct(ids)
+        places, column = distinct(ids)
         if not len(places):  # no token read an entry: make one column, with weight 0
             places = self.reader.every()[:1].to(ids.device)
         shape = (*ids.shape[:-1], len(places))
@@ -110,8 +110,8 @@ class LayerWatch:
         return scores.new_full(shape, absent).scatter_reduce(-1, column, read_scores, "amax"), table, places
 
     def _numbered(self, places: Tensor, heads: Tensor) -> tuple[Tensor, int]:
-        """Numbers of entries within their layer of the model, and that layer's number; see `numbering`."""
-        block, offset = numbering(self._stream.model)[self.reader]
+        """Numbers of entries within their layer of the model, and that layer's number; see `layered.numbering`."""
+        block, offset = self._stream.numbers[self.reader]
         return (offset + heads * self.reader.num_entries + places).masked_fill(places < 0, -1).cpu(), block
 
     def _strongest(
@@ -157,12 +157,6 @@ class LayerWatch:
         """Yield blocks of columns with their entries' values [heads, columns, model_dim]."""
         for block in columns.split(max(1, _BLOCK // self._heads)):
             yield block, self.reader.values(places[block]).detach().to(like)
-
-
-def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct ids without -1, and each id's index among them (arbitrary for -1)."""
-    distinct = ids[ids >= 0].unique()
-    return distinct, torch.searchsorted(distinct, ids).clamp(max=max(len(distinct) - 1, 0))
 
 
 def _pick(table: Tensor, order: Tensor) -> Tensor:

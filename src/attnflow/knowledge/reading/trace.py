@@ -157,7 +157,7 @@ class _Question:
     wanted: str | int | Sequence[str | int] | None
     against: list[int]
     whole: bool  # whether the targets are the tokens of one answer, whose log-probability counts
-    tokenizer: PreTrainedTokenizerBase | None
+    subject: Subject
 
     @property
     def ids(self) -> list[int]:
@@ -166,7 +166,7 @@ class _Question:
     def targets(self, logits: Tensor) -> list[int]:
         for other in self.against:
             checks.integer("against", other, 0, len(logits) - 1)
-        return _targets(self.wanted, self.ids, self.rows, self.tokenizer, logits)
+        return _targets(self.wanted, self.ids, self.rows, self.subject, logits)
 
     def compared(self, logits: Tensor) -> Tensor:
         """What is subtracted from logits [..., vocabulary]: the mean of those to compare with."""
@@ -191,14 +191,14 @@ def _question(
     count = arguments["input_ids"].shape[1]
     if len(tokens) < 2 or positions is not None or compared:
         rows = _positions(positions, count)
-        return _Question(arguments, rows, targets, compared, False, subject.tokenizer)
+        return _Question(arguments, rows, targets, compared, False, subject)
     more = torch.tensor([tokens[:-1]], device=subject.device)
     for name, value in arguments.items():
         if value.shape[:2] != (1, count) or name not in ("input_ids", "attention_mask", "token_type_ids"):
             raise ValueError(f"a target of several tokens needs a text or token ids, got {name} of {list(value.shape)}")
         added = more if name == "input_ids" else value[:, -1:].expand(1, more.shape[1])
         arguments[name] = torch.cat([value, added], dim=1)
-    return _Question(arguments, list(range(count - 1, count + len(tokens) - 1)), tokens, [], True, subject.tokenizer)
+    return _Question(arguments, list(range(count - 1, count + len(tokens) - 1)), tokens, [], True, subject)
 
 
 def _run(
@@ -296,7 +296,7 @@ def _targets(
     wanted: str | int | Sequence[str | int] | None,
     ids: Sequence[int],
     rows: Sequence[int],
-    tokenizer: PreTrainedTokenizerBase | None,
+    subject: Subject,
     logits: Tensor,
 ) -> list[int]:
     """Return the given target ids; by default the next token, and after the last token the most likely one."""
@@ -305,7 +305,6 @@ def _targets(
     listed = [wanted] * len(rows) if isinstance(wanted, str | int) else list(wanted)
     if len(listed) != len(rows):
         raise ValueError(f"expected one target, or one for each of the {len(rows)} positions, got {len(listed)}")
-    subject = Subject(nn.Identity(), tokenizer)
     targets = [subject.token(word) if isinstance(word, str) else int(word) for word in listed]
     checks.index_array("targets", targets, len(logits))
     return targets

@@ -134,8 +134,7 @@ class HeldPass:
         self._open: list[tuple[str, int]] = []  # the layers that are being computed: path, and number
         with still(subject.model), self._watched(gated), self._with_biases():
             try:
-                options = {n: v for n, v in subject.sparing.items() if n != "logits_to_keep"}
-                self.output = cast(Callable[..., Any], subject.model)(**inputs, **options)
+                self.output = cast(Callable[..., Any], subject.model)(**inputs, **subject.uncached)
             except REFUSALS as error:
                 raise UnsupportedArchitecture(
                     f"{subject.kind} does not run on these inputs ({type(error).__name__}: {refusal(error)})"
