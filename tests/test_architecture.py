@@ -112,7 +112,7 @@ BUDGETS = {
     "audit": 8_110,
     "bias": 3_570,
     "cli": 1_990,
-    "explain": 1_460,
+    "explain": 1_475,
     "geometry": 2_690,
     "knowledge": 6_840,
     "masks": 4_060,
