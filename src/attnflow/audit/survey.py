@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.inputs import Inputs, Slot, StackEntry, fresh
 from attnflow.audit.passes import Recording, Runner, entering, frame_of
 from attnflow.audit.rows import leaves
-from attnflow.models.passes.evaluation import seed_all
+from attnflow.models.passes.evaluation import evaluating, seed_all, unchanged
 from attnflow.models.passes.watching import Call, Watch
 
 if TYPE_CHECKING:
@@ -50,23 +50,20 @@ class CallSurvey:
         return next(slot for slot in self.inputs.slots if call.name in slot.layers)
 
 
-def survey(inputs: Inputs, seed: int | None = None) -> CallSurvey:
-    model, layers = inputs.model, inputs.subject.layers
-    whole = replace(inputs, slots=tuple(replace(slot, layers=frozenset(layers)) for slot in inputs.slots))
-    first = None if seed is None else Runner(whole, "layers", seed)
-    events, intact = None, False
+@contextmanager
+def surveying(inputs: Inputs) -> Generator[Callable[[], CallSurvey]]:
+    """Watch a pass of these inputs, which the caller runs inside; the function then says what it showed."""
     listening: AbstractContextManager[Asked | None] = nullcontext()
     if "transformers" in sys.modules:  # else the model is not one of its own
         from attnflow.models.passes.mask_request import asking
 
         listening = asking()
-    seed_all(0)
-    with listening as asked, torch.no_grad(), _watched(model, layers) as (calls, seen):
-        if first is None:
-            model(**fresh(inputs.kwargs))
-        else:
-            events, intact = first.distinct(inputs.base)
-    passed, inputs = inputs, _positions(inputs, calls)
+    with listening as asked, _watched(inputs.model, inputs.subject.layers) as (calls, seen):
+        yield lambda: _surveyed(inputs, asked, calls, seen)
+
+
+def _surveyed(passed: Inputs, asked: Asked | None, calls: list[LayerCall], seen: list[_Arrival]) -> CallSurvey:
+    inputs = _positions(passed, calls)
     inputs = replace(inputs, slots=tuple(_placed(passed, slot) for slot in inputs.slots))
     result = CallSurvey(inputs, [call for call in calls if call.name in inputs.layers])
     if asked is not None:
@@ -74,6 +71,22 @@ def survey(inputs: Inputs, seed: int | None = None) -> CallSurvey:
     masks = {n: v for n, v in inputs.kwargs.items() if getattr(v, "ndim", 0) > 2 and n.endswith("attention_mask")}
     reached = {tuple(mask.shape[-2:]) for _, _, mask in seen if isinstance(mask, Tensor)}
     result.unused = [n for n, mask in masks.items() if tuple(mask.shape[-2:]) not in reached]
+    return result
+
+
+def survey(inputs: Inputs, seed: int | None = None) -> CallSurvey:
+    model, layers = inputs.model, inputs.subject.layers
+    whole = replace(inputs, slots=tuple(replace(slot, layers=frozenset(layers)) for slot in inputs.slots))
+    first = None if seed is None else Runner(whole, "layers", seed)
+    events, intact = None, False
+    seed_all(0)
+    with torch.no_grad(), surveying(inputs) as surveyed:
+        if first is None:
+            model(**fresh(inputs.kwargs))
+        else:
+            events, intact = first.distinct(inputs.base)
+    result = surveyed()
+    inputs = result.inputs
     if first is not None:
         result.runner = Runner(inputs, "layers", first.seed)
         if intact and inputs.layers == frozenset(layers) and frame_of(inputs) == frame_of(whole):
@@ -98,7 +111,7 @@ def _watched(model: nn.Module, layers: Mapping[str, int]) -> Generator[tuple[lis
             first = entering(call.args, call.kwargs)
             layer = LayerCall(call.name, layers[call.name], () if first is None else tuple(first.shape))
             if first is not None and not (calls and calls[-1].stack == layer.stack):
-                layer.spread = float(first.double().std())
+                layer.spread = float(first.detach().double().std())
             inside.append(len(calls))
             calls.append(layer)
         masks = [tensor for _, tensor in leaves((call.args, call.kwargs)) if tensor.ndim == 4]
@@ -165,7 +178,7 @@ def _placed(passed: Inputs, slot: Slot) -> Slot:
     whole = {name: torch.ones_like(mask) for name, mask in masks.items() if isinstance(mask, Tensor) and mask.ndim == 2}
     every = torch.ones(passed.batch, passed.size, dtype=torch.bool)
     changed = passed.changed(every, passed.draw(torch.Generator().manual_seed(0)))
-    with torch.no_grad():
+    with unchanged(passed.model), evaluating(passed.model), torch.no_grad():
         for kwargs in (passed.kwargs, changed.kwargs):  # with whole masks: padding must move, too
             seed_all(0)
             with Watch({slot.entry.layer: passed.model.get_submodule(slot.entry.layer)}, enter):

@@ -20,12 +20,9 @@ from attnflow.models.passes.evaluation import still
 from attnflow.models.passes.held import HeldAttention, HeldPass
 from attnflow.models.passes.interception import AttentionCall, Output, Proceed, intercept
 from attnflow.models.passes.watching import Call, Watch
-from attnflow.models.subject import Subject
 
 
 def value_without(
-    subject: Subject,
-    inputs: Mapping[str, Tensor],
     entries: Entries,
     removed: Sequence[Edge | Source],
     value: Callable[[Any], Tensor],
@@ -47,7 +44,8 @@ def value_without(
             written = entries.find(item, held)
             taken.setdefault(written.path, []).append((written.call.number, item))
     readings = Readings()
-    with still(subject.model), torch.no_grad(), ExitStack() as stack:
+    model = held.subject.model
+    with still(model), torch.no_grad(), ExitStack() as stack:
         sites = list(edges)
         if sites:
             interceptors = {site.module: partial(_without_edges, edges[site], count()) for site in sites}
@@ -55,8 +53,7 @@ def value_without(
         stack.enter_context(entries.observed(readings))
         modules = {path: entries.writers[path].module for path in taken}
         stack.enter_context(Watch(modules, leave=partial(_without_entries, entries, readings, taken)))
-        output = cast(Callable[..., Any], subject.model)(**inputs, **subject.uncached)
-        return float(value(output))
+        return float(value(cast(Callable[..., Any], model)(**held.arguments)))
 
 
 def _place(item: Edge | Source) -> tuple[object, ...]:
