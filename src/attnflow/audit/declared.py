@@ -8,8 +8,7 @@ windows of the configuration. A mask of pairs among the inputs is itself tested,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -19,17 +18,17 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
-from attnflow.audit.inputs import Inputs, Slot, fresh, read
+from attnflow.audit.inputs import Inputs, Slot, read
 from attnflow.audit.packing import DOCUMENT_ARGUMENTS, allowed_pairs, documents
 from attnflow.audit.report import Violation
 from attnflow.audit.requests import Disagreement, disagreement, within_blocks
-from attnflow.audit.survey import CallSurvey, LayerCall, surveying
+from attnflow.audit.survey import CallSurvey, LayerCall, survey
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_dense
 from attnflow.masks.diagnosis import equal_to
 from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.models.anatomy.mixing import moves_between_positions
-from attnflow.models.passes.evaluation import evaluating, seed_all, unchanged
+from attnflow.models.passes.evaluation import evaluating, unchanged
 from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow, analyze
 
@@ -61,21 +60,12 @@ def declared_order(
     Cost: one forward pass.
     """
     subject = Subject.of(model).inside
-    call = read(subject, inputs)
-    with unchanged(subject.model), evaluating(subject.model), torch.no_grad(), declaring(call) as order:
-        seed_all(0)
-        subject.model(**fresh({**subject.last_alone, **call.kwargs}))
-    return order(sequence)
+    with unchanged(subject.model), evaluating(subject.model):
+        return flow_of(survey(read(subject, inputs)), sequence)
 
 
-@contextmanager
-def declaring(call: Inputs) -> Generator[Callable[[int], Flow]]:
-    """Watch a pass of a call, which the caller runs inside; the function then gives the order of one of its rows."""
-    with surveying(call) as surveyed:
-        yield lambda sequence: _flow(declared(surveyed()), sequence)
-
-
-def _flow(relation: Relation, sequence: int) -> Flow:
+def flow_of(seen: CallSurvey, sequence: int = 0) -> Flow:
+    relation = declared(seen)
     rows = [layer[min(sequence, len(layer) - 1)] for layer in relation.layers]
     masks = [from_dense(row, relation.name) for row in rows]
     # causal(n=64) says more than a sentence about all layers, which says more than the lengths of documents

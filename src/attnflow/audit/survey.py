@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.inputs import Inputs, Slot, StackEntry, fresh
@@ -50,6 +50,10 @@ class CallSurvey:
         return next(slot for slot in self.inputs.slots if call.name in slot.layers)
 
 
+# A possible mask at a module inside a layer call: (number of the call, or -1; depth of the module; mask).
+_Arrival = tuple[int, int, Any]
+
+
 @contextmanager
 def surveying(inputs: Inputs) -> Generator[Callable[[], CallSurvey]]:
     """Watch a pass of these inputs, which the caller runs inside; the function then says what it showed."""
@@ -58,7 +62,29 @@ def surveying(inputs: Inputs) -> Generator[Callable[[], CallSurvey]]:
         from attnflow.models.passes.mask_request import asking
 
         listening = asking()
-    with listening as asked, _watched(inputs.model, inputs.subject.layers) as (calls, seen):
+    model, layers = inputs.model, inputs.subject.layers
+    calls: list[LayerCall] = []
+    seen: list[_Arrival] = []
+    inside: list[int] = []
+
+    def enter(call: Call) -> None:
+        if call.name in layers:
+            first = entering(call.args, call.kwargs)
+            layer = LayerCall(call.name, layers[call.name], () if first is None else tuple(first.shape))
+            if first is not None and not (calls and calls[-1].stack == layer.stack):
+                layer.spread = float(first.detach().double().std())
+            inside.append(len(calls))
+            calls.append(layer)
+        masks = [tensor for _, tensor in leaves((call.args, call.kwargs)) if tensor.ndim == 4]
+        masks += [value for value in (*call.args, *call.kwargs.values()) if type(value).__name__ == "BlockMask"]
+        seen.extend((inside[-1] if inside else -1, call.name.count("."), mask) for mask in masks)
+
+    def leave(call: Call, output: object) -> None:
+        if call.name in layers:
+            inside.pop()
+
+    names = [n for n, _ in model.named_modules() if n in layers or any(n.startswith(f"{each}.") for each in layers)]
+    with listening as asked, Watch({name: model.get_submodule(name) for name in names}, enter, leave):
         yield lambda: _surveyed(inputs, asked, calls, seen)
 
 
@@ -86,45 +112,13 @@ def survey(inputs: Inputs, seed: int | None = None) -> CallSurvey:
         else:
             events, intact = first.distinct(inputs.base)
     result = surveyed()
-    inputs = result.inputs
     if first is not None:
-        result.runner = Runner(inputs, "layers", first.seed)
-        if intact and inputs.layers == frozenset(layers) and frame_of(inputs) == frame_of(whole):
+        result.runner = Runner(result.inputs, "layers", first.seed)
+        if intact and result.inputs.layers == frozenset(layers) and frame_of(result.inputs) == frame_of(whole):
             result.runner.layer_calls, result.runner.skipped = first.layer_calls, first.skipped
             result.runner.layouts = first.layouts
             result.base = events
     return result
-
-
-# A possible mask at a module inside a layer call: (number of the call, or -1; depth of the module; mask).
-_Arrival = tuple[int, int, Any]
-
-
-@contextmanager
-def _watched(model: nn.Module, layers: Mapping[str, int]) -> Generator[tuple[list[LayerCall], list[_Arrival]]]:
-    calls: list[LayerCall] = []
-    seen: list[_Arrival] = []
-    inside: list[int] = []
-
-    def enter(call: Call) -> None:
-        if call.name in layers:
-            first = entering(call.args, call.kwargs)
-            layer = LayerCall(call.name, layers[call.name], () if first is None else tuple(first.shape))
-            if first is not None and not (calls and calls[-1].stack == layer.stack):
-                layer.spread = float(first.detach().double().std())
-            inside.append(len(calls))
-            calls.append(layer)
-        masks = [tensor for _, tensor in leaves((call.args, call.kwargs)) if tensor.ndim == 4]
-        masks += [value for value in (*call.args, *call.kwargs.values()) if type(value).__name__ == "BlockMask"]
-        seen.extend((inside[-1] if inside else -1, call.name.count("."), mask) for mask in masks)
-
-    def leave(call: Call, output: object) -> None:
-        if call.name in layers:
-            inside.pop()
-
-    names = [n for n, _ in model.named_modules() if n in layers or any(n.startswith(f"{each}.") for each in layers)]
-    with Watch({name: model.get_submodule(name) for name in names}, enter, leave):
-        yield calls, seen
 
 
 def _positions(inputs: Inputs, calls: list[LayerCall]) -> Inputs:

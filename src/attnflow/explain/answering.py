@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any, Final, cast, overload
 
@@ -17,13 +16,14 @@ from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.progress import Progress
-from attnflow.audit.declared import declaring
+from attnflow.audit.declared import flow_of
 from attnflow.audit.inputs import read
+from attnflow.audit.survey import CallSurvey, surveying
 from attnflow.explain import asking
 from attnflow.explain.amounts import Amounts
 from attnflow.explain.entries import Entries
 from attnflow.explain.explanation import Edge, Explanation, Link, Removal, Source, SourceGraph
-from attnflow.explain.removal import attention_of, value_without
+from attnflow.explain.removal import attention_of, value_without, with_removals
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.reading import AttentionReading
 from attnflow.geometry.reading import reading as scores_of
@@ -136,8 +136,7 @@ class AnswerReading(Handle):
         self._held: HeldPass | None = None
         self._gated = self._whole = False
         self._version: list[int] | None = None  # of the parameters in the pass
-        self._declared: Callable[[int], Flow] | None = None  # what the first pass tells of the declared order
-        self._flow: Flow | None = None
+        self._surveyed: Callable[[], CallSurvey] | None = None  # what the first pass tells of the declared order
         self._scores: AttentionReading | None = None  # with the pass up to the layer of the edge explained last
         self._last: Explanation | None = None
 
@@ -181,7 +180,10 @@ class AnswerReading(Handle):
         )
         self._last = explained
         self._value, self._span = value, span
-        return self._with_removals(explained, measure, progress) if measure else explained
+        if not measure:
+            return explained
+        causes = [*explained.causes[:measure], *explained.entries[:measure]]
+        return with_removals(explained, causes, self.remove(causes, progress))
 
     def likely(self, count: int = 5, position: int | None = None) -> tuple[tuple[int, str, float], ...]:
         """List the most likely answers of this pass, at a position: number, text and probability of each."""
@@ -297,9 +299,7 @@ class AnswerReading(Handle):
         for target, source in enumerate(chosen):
             if source.kind != "entry":
                 continue
-            held = self._pass()
-            amounts = self._fired(held, source)
-            for giver, carried in amounts.of(self._entries, chosen):
+            for giver, carried in self._fired(self._pass(), source).of(self._entries, chosen):
                 number = place[giver.kind, giver.half, giver.layer, giver.position, giver.entry]
                 if carried and number != target:
                     links.append(Link(number, target, carried))
@@ -327,9 +327,8 @@ class AnswerReading(Handle):
         if self._held is None or (gated, whole) != (self._gated, self._whole):
             self._held = None  # its memory is free before the next pass
             with self._entries.observed(self._entries.readings):
-                scorers = self._entries.scorers(self.model)
-                modules = self._entries.modules()
-                first = self._declaring() if self._version is None else None
+                modules, scorers = self._entries.modules(), self._entries.scorers(self.model)
+                first = self._surveying() if self._version is None else None
                 self._held = HeldPass(
                     self._subject, self._inputs, modules, scorers, gated=gated, whole=whole, watching=first
                 )
@@ -340,10 +339,10 @@ class AnswerReading(Handle):
         return self._held
 
     @contextmanager
-    def _declaring(self) -> Generator[None]:
+    def _surveying(self) -> Generator[None]:
         with ExitStack() as stack:
             with suppress(UnsupportedArchitecture, ValueError, TypeError):
-                self._declared = stack.enter_context(declaring(read(self._subject.inside, self._inputs)))
+                self._surveyed = stack.enter_context(surveying(read(self._subject.inside, self._inputs)))
             yield
 
     def _versions(self) -> list[int]:
@@ -375,35 +374,22 @@ class AnswerReading(Handle):
         amounts.check(span, CLOSE)
         return amounts
 
+    @cached_property
+    def _flow(self) -> Flow | None:
+        with suppress(UnsupportedArchitecture, ValueError, TypeError):
+            flow = None if self._surveyed is None else flow_of(self._surveyed())
+            return flow if flow and flow.size == asking.length(self._pass()) else None
+        return None
+
     def _order(self, amounts: Amounts, at: int | None) -> dict[str, Any]:
         """Which tokens the declared order lets reach the answer, and the pairs that it allows."""
-        held = amounts.held
-        if self._declared is not None:
-            with suppress(UnsupportedArchitecture, ValueError, TypeError):
-                flow = self._declared(0)
-                self._flow = flow if flow.size == asking.length(held) else None
-            self._declared = None
         if self._flow is None:
             return {"reach": ()}
-        layers = 1 + max(a.layer for a in held.attentions)
+        layers = 1 + max(a.layer for a in amounts.held.attentions)
         answering = amounts.answering() if at is None else [at]  # a class may be told by several tokens
         steps = zip(*(self._flow.arrivals(query, layers).tolist() for query in answering), strict=True)
         reach = tuple(min((number for number in some if number >= 0), default=-1) for some in steps)
         return {"reach": reach, "allowed": tuple(mask.dense() for mask in self._flow.masks)}
-
-    def _with_removals(self, explained: Explanation, count: int, progress: Progress | None) -> Explanation:
-        edges, entries = explained.causes[:count], explained.entries[:count]
-        removal = self.remove([*edges, *entries], progress)
-        lost = dict(zip([id(item) for item in (*edges, *entries)], removal.alone, strict=True))
-
-        def measured(item: Any) -> Any:
-            return replace(item, removed=lost[id(item)]) if id(item) in lost else item
-
-        return replace(
-            explained,
-            edges=tuple(map(measured, explained.edges)),
-            sources=tuple(map(measured, explained.sources)),
-        )
 
     def _restore(self) -> None:
         self._held = self._scores = None  # the model was not changed

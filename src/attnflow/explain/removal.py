@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnflow.explain.entries import Entries, Readings, Writer
-from attnflow.explain.explanation import Edge, Source
+from attnflow.explain.explanation import Edge, Explanation, Removal, Source
 from attnflow.models.anatomy.sites import Site, models_around
 from attnflow.models.passes.beside import beside
 from attnflow.models.passes.evaluation import still
@@ -23,10 +23,7 @@ from attnflow.models.passes.watching import Call, Watch
 
 
 def value_without(
-    entries: Entries,
-    removed: Sequence[Edge | Source],
-    value: Callable[[Any], Tensor],
-    held: HeldPass,
+    entries: Entries, removed: Sequence[Edge | Source], value: Callable[[Any], Tensor], held: HeldPass
 ) -> float:
     """Run the model without what some edges carry and some entries write."""
     removed = list({_place(item): item for item in removed}.values())
@@ -54,6 +51,17 @@ def value_without(
         modules = {path: entries.writers[path].module for path in taken}
         stack.enter_context(Watch(modules, leave=partial(_without_entries, entries, readings, taken)))
         return float(value(cast(Callable[..., Any], model)(**held.arguments)))
+
+
+def with_removals(explained: Explanation, items: Sequence[Edge | Source], removal: Removal) -> Explanation:
+    """The explanation with what removing each of these edges and entries of it costs."""
+    lost = dict(zip(map(id, items), removal.alone, strict=True))
+
+    def measured(item: Any) -> Any:
+        return replace(item, removed=lost[id(item)]) if id(item) in lost else item
+
+    edges, sources = (tuple(map(measured, part)) for part in (explained.edges, explained.sources))
+    return replace(explained, edges=edges, sources=sources)
 
 
 def _place(item: Edge | Source) -> tuple[object, ...]:

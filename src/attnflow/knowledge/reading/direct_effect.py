@@ -24,7 +24,6 @@ _SUM: Final = 32  # units of rounding by which a sum over all layers may differ 
 _NORM: Final = re.compile(r"norm", re.IGNORECASE)
 _ELEMENT: Final = re.compile(r"\.\d+(?:\.|$)")  # of a list of blocks
 _VOCABULARY: Final = 1 << 14  # tokens whose unembedding is held at once
-_ROWS: Final = 64  # positions whose logits are held at once
 _LARGE: Final = 1e2  # size of a norm's probe: the constant beside the variance vanishes
 
 
@@ -82,9 +81,6 @@ class _Norm(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Directions:
     rows: Tensor  # one for each position, [positions, model_dim]; the effect of c is c . row
-    targets: Tensor  # ids of the targets
-    logits: Tensor  # of the targets, less the mean over the vocabulary
-    probabilities: Tensor  # of the targets
     constant: Tensor  # what the biases of the final norm and of the unembedding add
     effects: dict[tuple[Kind, int], Tensor]  # direct effects by kind and layer, [positions], on the CPU
     norm: _Norm  # the final norm
@@ -93,7 +89,8 @@ class Directions:
     def pushes(self, values: Tensor) -> Float[Tensor, "values vocabulary"]:
         """Return what each value adds to the logits of all tokens, where the norm's scale is 1."""
         normed = _centred(values.to(self.rows), self.norm.centred) * self.norm.gain
-        return _unembedded(normed, self.unembedding)
+        blocks = self.unembedding.detach().split(_VOCABULARY)
+        return torch.cat([normed @ block.to(normed).T for block in blocks], dim=-1)
 
 
 def directions(
@@ -145,21 +142,10 @@ def directions(
     rows, biases = (factor * _towards(table, ids, against) for table in (weight, bias))
     constant = (rows @ norm.shift + biases).expand(len(ids))
     back = _centred(rows * norm.gain, norm.centred) / norm.scale  # the gradient of row . norm(x), the scale held still
-    chances = [
-        (factor * (_unembedded(some, weight) + (0 if bias is None else bias.to(some))))
-        .softmax(dim=-1)
-        .gather(1, wanted[:, None])[:, 0]
-        for some, wanted in zip(y.split(_ROWS), ids.split(_ROWS), strict=True)
-    ]
     effects: dict[tuple[Kind, int], Tensor] = {}
     for place, value in added:
         effects[place] = effects.get(place, 0) + (value * back).sum(dim=-1).cpu()
-    logit = (rows * y).sum(dim=-1) + biases
-    return Directions(back, ids, logit, torch.cat(chances), constant, effects, norm, weight)
-
-
-def _unembedded(rows: Tensor, weight: Tensor) -> Tensor:
-    return torch.cat([rows @ block.to(rows).T for block in weight.detach().split(_VOCABULARY)], dim=-1)
+    return Directions(back, constant, effects, norm, weight)
 
 
 def _factor(read: Tensor, said: object) -> float | None:
