@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, cast
 
 import torch
@@ -17,10 +18,16 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.explain.explanation import Source
-from attnflow.knowledge.layered import EntryScores, LayerReader, SharedReader, observed
+from attnflow.knowledge.layered import EntryScores, ExpertEntries, LayerReader, SharedReader, observed
 from attnflow.knowledge.reader import LayerReading, distinct
 from attnflow.knowledge.store.source import EntrySource
-from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts, by_expert, neuron_weights, stored
+from attnflow.models.anatomy.feed_forward import (
+    FeedForward,
+    PackedExperts,
+    applied,
+    by_expert,
+    neuron_weights,
+)
 from attnflow.models.passes.held import HeldPass, Written
 from attnflow.models.passes.watching import Call
 from attnflow.models.subject import Subject
@@ -47,10 +54,29 @@ class Writer:
     @property
     def num_entries(self) -> int:
         if isinstance(self.site, FeedForward):
-            return stored(self.module).shape[1]
+            return len(self.values)
         if isinstance(self.site, PackedExperts):
             return self.site.num_experts * self.site.neurons
         return self.site.num_entries * len(self.site.values(self.site.every()[:1]))  # of each head
+
+    @cached_property
+    def values(self) -> Tensor:
+        """Those of a feed-forward layer."""
+        return applied(self.module).T
+
+    def constant(self, call: Call) -> Tensor | None:
+        """What one call adds beside entries: the output bias, of experts those of the chosen, [*rows, width]."""
+        form, module = self.site, self.module
+        if isinstance(form, ExpertEntries):
+            form, module = form.form, form.own
+        if not isinstance(form, PackedExperts):
+            return form.output_bias if isinstance(form, LayerReader) else cast("Tensor | None", module.bias)
+        bias, (tokens, routing) = form.output_bias(module), _routed(module, call)
+        if bias is None or form.sorted or len(routing) < 2:
+            return None if bias is None else bias.repeat_interleave(len(tokens) // form.num_experts, 0)
+        index, shares = routing
+        table = shares.new_zeros(len(tokens), form.num_experts + 1)  # the last column is of no expert
+        return table.scatter_add(1, index.clamp(max=form.num_experts), shares)[:, :-1] @ bias
 
     def chunks(self, call: Call, readings: Readings) -> Iterator[Chunk]:
         """Split one call of the module."""
@@ -59,16 +85,14 @@ class Writer:
                 weights = cast(Tensor, call.first).detach().flatten(0, -2)
                 rows = torch.arange(len(weights), device=weights.device)
                 entries = torch.arange(weights.shape[1], device=weights.device)
-                yield Chunk(rows, rows, entries, weights, stored(self.module).detach().T)
+                yield Chunk(rows, rows, entries, weights, self.values)
             elif isinstance(self.site, PackedExperts):
                 yield from self._experts(self.site, call)
             else:
                 yield from self._read(self.site, readings[self.site][call.number])
 
     def _experts(self, form: PackedExperts, call: Call) -> Iterator[Chunk]:
-        given = list(inspect.signature(self.module.forward).bind(*call.args, **call.kwargs).arguments.values())
-        hidden, routing = given[0].detach(), [part.detach() for part in given[1:3]]
-        tokens, values = hidden.flatten(0, -2), form.values(self.module).detach()
+        (tokens, routing), values = _routed(self.module, call), form.values(self.module).detach()
         numbers = torch.arange(form.neurons, device=tokens.device)
         if form.sorted or len(routing) < 2:
             count = len(tokens) // form.num_experts
@@ -78,7 +102,7 @@ class Writer:
                 weights = neuron_weights(self.module, form, expert, mine)
                 yield Chunk(expert * count + at, at, expert * form.neurons + numbers, weights, values[expert])
             return
-        index, shares = (part.flatten(0, -2) for part in routing)
+        index, shares = routing
         for expert, rows, places in by_expert(index, form.num_experts):
             weights = neuron_weights(self.module, form, expert, tokens[rows]) * shares[rows, places, None]
             yield Chunk(rows, rows, expert * form.neurons + numbers, weights, values[expert])
@@ -97,6 +121,13 @@ class Writer:
         values = reader.values(every).detach().to(weights)
         for head in range(weights.shape[1]):
             yield Chunk(rows, rows, head * reader.num_entries + every, weights[:, head], values[head])
+
+
+def _routed(experts: nn.Module, call: Call) -> tuple[Tensor, list[Tensor]]:
+    """What packed experts were called with: tokens [rows, width], and the router's index and weights [rows, places]."""
+    given = inspect.signature(experts.forward).bind(*call.args, **call.kwargs).arguments.values()
+    tokens, *routing = [part.detach().flatten(0, -2) for part in list(given)[:3]]
+    return tokens, routing
 
 
 @dataclass(eq=False)
@@ -176,7 +207,7 @@ class Entries:
         if not paths or (paths[0], written.layer) not in held.scored:
             raise ValueError(f"{source.name} has no score that is one product: choose an entry of a feed-forward layer")
         call = held.scored[paths[0], written.layer]
-        weight = call.module.weight if isinstance(call.module, EntryScores) else stored(call.module)
+        weight = call.module.weight if isinstance(call.module, EntryScores) else applied(call.module)
         bias = getattr(call.module, "bias", None)
         if isinstance(call.module, EntryScores):
             layout = call.module.values.layout

@@ -21,7 +21,7 @@ from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.conversion_check import conditions, verify
 from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries
 from attnflow.knowledge.store import Store
-from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts, stored, uncovered
+from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts, applied, uncovered
 from attnflow.models.subject import Loaded, Subject
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
@@ -236,14 +236,14 @@ class LinearLayer:
 
     def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
         parent = model.get_submodule(self.site.name)
-        out = stored(parent.get_submodule(self.site.last))
+        out = applied(parent.get_submodule(self.site.last))
         entries = out.new_zeros(out.shape[1], layout.entry_dim)
         for path, parts in self._maps():
             module = parent.get_submodule(path)
             bias = _bias(module)
             for position, part in enumerate(parts):
                 rows = slice(position * len(entries), (position + 1) * len(entries))
-                entries[:, layout.key(part)] = stored(module)[rows]
+                entries[:, layout.key(part)] = applied(module)[rows]
                 if bias is not None:
                     entries[:, layout.threshold(part)] = bias[rows]
         entries[:, layout.value] = out.T
@@ -330,7 +330,7 @@ def form_of(model: nn.Module, site: FeedForward | PackedExperts) -> LayerForm:
         layout = EntryLayout(site.width, site.gated)
         return ExpertLayer(layout, site.neurons, site, site.thresholds(part) is not None, site.num_experts)
     out = part.get_submodule(site.last)
-    width, neurons = stored(out).shape
+    width, neurons = applied(out).shape
     biased = tuple(_bias(part.get_submodule(path)) is not None for path in site.first)
     return LinearLayer(EntryLayout(width, site.gated), neurons, site, biased, isinstance(out, Conv1D))
 

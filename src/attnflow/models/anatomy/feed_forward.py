@@ -48,6 +48,7 @@ class FeedForward:
 
 
 # The first that fits holds, in names and in shapes.
+_ADAPTED: Final = "base_layer"  # of an adapter (PEFT): the module that it changes
 FEED_FORWARD: Final = (
     FeedForward(("gate_proj", "up_proj"), "down_proj", gated=True),
     FeedForward(("gate_proj.linear", "up_proj.linear"), "down_proj.linear", gated=True),
@@ -202,6 +203,16 @@ def stored(module: nn.Module) -> Tensor:
     return weight.T if isinstance(module, Conv1D) else weight
 
 
+def applied(module: nn.Module) -> Tensor:
+    """The matrix [out, in] that a linear map applies: of one in adapters, what it makes of the rows of an identity."""
+    inner = stored(getattr(module, _ADAPTED, module)).detach()
+    if isinstance(module, nn.Linear | Conv1D):
+        return inner
+    identity = torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device)
+    with evaluating(module), torch.no_grad():
+        return (module.forward(identity) - module.forward(0 * identity[:1])).T
+
+
 def _beside_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules outside of routers, which may have layers of their own (Zaya), by name."""
     routers: tuple[str, ...] = ()
@@ -263,6 +274,7 @@ def _linear(module: nn.Module, path: str) -> nn.Module | None:
     inner: nn.Module | None = module
     for name in path.split("."):
         inner = None if inner is None else inner._modules.get(name)
+    inner = getattr(inner, _ADAPTED, inner)
     return inner if isinstance(inner, nn.Linear | Conv1D) else None
 
 
