@@ -1,4 +1,4 @@
-"""`attnflow knowledge ...`: build a store and count it, edit what a model says, trace which of its entries fire."""
+"""`attnflow knowledge ...`: build a store, count and export it, edit what a model says, trace its entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnflow.cli._output import BadUsage, JsonFlag, output_path, show, working,
 if TYPE_CHECKING:
     from attnflow.knowledge.store import Store
 
-app = typer.Typer(help="Knowledge in feed-forward layers: build, stats, edit, trace.", rich_markup_mode=None)
+app = typer.Typer(help="Knowledge in feed-forward layers: build, stats, export, edit, trace.", rich_markup_mode=None)
 
 
 @app.command("build")
@@ -66,6 +66,23 @@ def stats(
             texts = [entry.text for entry in held.get([group[0] for group in same.groups[:20]])]
     show(same or numbers, json_output, "" if same is None else f"{numbers}\n\nduplicates {same.listed(texts)}")
     raise typer.Exit(0 if same is None or same.ok else 1)
+
+
+@app.command("export")
+def export(
+    store: Annotated[str, argument("STORE", "The folder or s3:// address of a store.")],
+    file: Annotated[Path, argument("FILE", "A .parquet file, or a .csv file without vectors.")],
+    json_output: JsonFlag = False,
+) -> None:
+    """Write the entries of a store to a file.
+
+    Parquet keeps everything exactly; CSV has ids, texts, sources, encoders, versions and times.
+    """
+    target = output_path(file, [".parquet", ".csv"])
+    with working(f"writing {file}"), opened(store) as held:
+        held.export(target)
+        numbers = held.stats()
+    show(numbers, json_output, written=file)
 
 
 @contextmanager

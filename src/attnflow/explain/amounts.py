@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.explain.entries import Chunk, Entries, Writer
-from attnflow.explain.explanation import Edge, Explanation, Source
+from attnflow.explain.explanation import Edge, Explanation, Source, SourceKind
 from attnflow.models.passes.held import Derivatives, HeldAttention, HeldPass, Written
 
 _EDGES: Final = 600  # that are kept, the strongest by what they carry, and a third as many by their effect
@@ -191,8 +191,8 @@ class Amounts:
                         yield source, float(_by_token(arrival.hidden.detach() * grad)[at])
         for writer, written, chunk, grad in self._chunks(entries):
             for source in sources:
-                here = written.layer, self.held.halves[written.prefix]
-                if source.kind == "entry" and here == (source.layer, source.half):
+                here = written.layer, self.held.halves[written.prefix], writer.letter
+                if source.kind == "entry" and here == (source.layer, source.half, source.letter):
                     columns = (chunk.entries + writer.offset == source.entry).nonzero().flatten()
                     rows = (chunk.positions == source.position).nonzero().flatten()
                     if len(columns) and len(rows):
@@ -209,14 +209,14 @@ class Amounts:
         constants = [sum(derived.constants.values()) for derived in (self.carry, self.effect)]
         singles, rest, sums, written = self._single(entries)
         for part, grad, real in zip(held.written, self.carry.written, self.effect.written, strict=True):
-            half = held.halves[part.prefix]
-            if part.whole:
-                rows = _rows(part.value, grad, real)
-                found += [Source("sublayer", part.layer, n, half, None, c, e) for n, c, e in rows if c or e]
-            else:
+            half, named = held.halves[part.prefix], {"sublayer": part.value} if part.whole else entries.beside(part)
+            for kind, value in named.items():
+                rows = _rows(value, grad, real)
+                found += [Source(cast(SourceKind, kind), part.layer, n, half, None, c, e) for n, c, e in rows if c or e]
+            if not part.whole:
+                left = part.value - sum(named.values())
                 for place, derivative in enumerate((grad, real)):
-                    total = float((part.value * derivative).sum())
-                    constants[place] += total - sums[id(part)][place]
+                    constants[place] += float((left * derivative).sum()) - sums[id(part)][place]
         kept = [*singles]
         for (half, layer), (carried, effect) in rest.items():
             kept.append(Source("other entries", layer, None, half, None, carried, effect))
@@ -244,12 +244,17 @@ class Amounts:
                 rest[half, written.layer][place] += total
             if carried.numel():
                 places = torch.cat([telling.places(effects.abs()), most.places(sizes)]).unique()
+                places = places[chunk.weights.flatten()[places] != 0]
                 row, column = torch.unravel_index(places, carried.shape)
                 numbers = (carried.flatten()[places], effects.flatten()[places], chunk.weights.flatten()[places])
                 tables.append(Candidates(writer, written, chunk, row, column, *numbers))
         chosen = _strongest(tables)
         texts = [entries.texts(table.writer, [table.entry(at)])[0] for table, at in chosen]
-        named = [place for place in range(min(_NAMED, len(chosen))) if not texts[place]]
+        named = [
+            place
+            for place in range(min(_NAMED, len(chosen)))
+            if not texts[place] or chosen[place][0].writer.letter == "T"
+        ]
         vectors = [table.value(at) for table, at in map(chosen.__getitem__, named)]
         promoted = dict(zip(named, self.promoted(vectors), strict=False))
         singles: list[Source] = []
@@ -260,7 +265,8 @@ class Amounts:
             rest[half, layer][1] -= effect
             position, entry = int(table.chunk.positions[table.rows[at]]), table.entry(at) + table.writer.offset
             about = float(table.weights[at]), texts[place], promoted.get(place, ())
-            singles.append(Source("entry", layer, position, half, entry, carried, effect, *about))
+            letter = table.writer.letter
+            singles.append(Source("entry", layer, position, half, entry, carried, effect, *about, letter=letter))
         return singles, rest, sums, size
 
     def promoted(self, vectors: Sequence[Tensor]) -> list[tuple[str, ...]]:

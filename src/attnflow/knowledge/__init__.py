@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attnflow.knowledge.reading.attach import attach
     from attnflow.knowledge.reading.duplication import duplicates
     from attnflow.knowledge.reading.entry import entry
+    from attnflow.knowledge.reading.features import attach_features
     from attnflow.knowledge.reading.token_writers import writers
     from attnflow.knowledge.reading.trace import trace
     from attnflow.knowledge.reading.usage import activity
@@ -37,6 +38,7 @@ __all__ = [
     "Trace",
     "activity",
     "attach",
+    "attach_features",
     "duplicates",
     "edit",
     "entry",
@@ -56,10 +58,12 @@ def _home(name: str) -> object:
         raise MissingExtra("transformers", "hf", "a model that reads a knowledge base")
     from attnflow.knowledge import convert, modular
     from attnflow.knowledge.editing import edit
-    from attnflow.knowledge.reading import attach, entry, token_writers, trace, usage
+    from attnflow.knowledge.reading import attach, entry, features, token_writers, trace, usage
 
     return next(
-        home for home in (attach, convert, edit, entry, modular, token_writers, trace, usage) if hasattr(home, name)
+        home
+        for home in (attach, convert, edit, entry, features, modular, token_writers, trace, usage)
+        if hasattr(home, name)
     )
 
 

@@ -19,9 +19,9 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.conversion_check import conditions, verify
-from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries
+from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries, LayerReader
 from attnflow.knowledge.store import Store
-from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts, stored, uncovered
+from attnflow.models.anatomy.feed_forward import PER_LAYER, FeedForward, PackedExperts, stored, uncovered
 from attnflow.models.subject import Loaded, Subject
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
@@ -98,6 +98,8 @@ def from_ffn(
             integer(name, width, 1)
     if hasattr(model, _SITES):
         raise ValueError(f"{type(model).__name__} reads a knowledge base already: to_ffn(model) undoes that")
+    if any(part.covers for part in model.modules() if isinstance(part, LayerReader)):
+        raise ValueError(f"features are attached to {type(model).__name__}: convert first, and attach them to the copy")
     subject.require_weights("from_ffn")
     sites = subject.feed_forward
     if not partial:
@@ -253,6 +255,7 @@ class LinearLayer:
         parent = model.get_submodule(self.site.name)
         bias = _bias(parent.get_submodule(self.site.last))
         values = EntryValues(base, layer, None if bias is None else bias.detach())
+        values.letter = "P" if self.site.first == PER_LAYER else values.letter
         for path, parts in self._maps():
             parent.set_submodule(path, EntryScores(values, parts))
         parent.set_submodule(self.site.last, values)

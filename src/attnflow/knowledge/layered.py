@@ -29,8 +29,12 @@ class LayerReader(ABC):
         layer: the number of the layer, from 0.
         retrieval: which entries it reads; None for all. A converted layer always reads all.
         observer: a function that is called with each `LayerReading` and must not change it; or None.
+        letter: of an entry's name: "N" for a neuron, "F" for a feature, "P" for a column of a per-layer embedding.
+        covers: modules, as paths beside it, whose own entries it takes the place of.
     """
 
+    letter: str = "N"
+    covers: tuple[str, ...] = ()
     layer: int
     retrieval: Retrieval | None
     observer: Observer | None
@@ -87,10 +91,21 @@ def reads_entries(model: nn.Module) -> bool:
 
 def readers(model: nn.Module) -> list[LayerReader]:
     """Return the layers of a model that read entries, in order; a model without any raises `ValueError`."""
-    layers: list[LayerReader] = [module for module in model.modules() if isinstance(module, LayerReader)]
+    hidden = covered(model)
+    layers: list[LayerReader] = [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, LayerReader) and not f"{path}.".startswith(hidden)
+    ]
     if not layers:
         raise ValueError(f"{type(model).__name__} reads no knowledge base: call af.knowledge.from_ffn(model)")
     return layers
+
+
+def covered(model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of the paths of modules whose entries others take the place of."""
+    found = [(path.rpartition(".")[0], m.covers) for path, m in model.named_modules() if isinstance(m, LayerReader)]
+    return tuple(f"{beside}.{place}.".lstrip(".") for beside, places in found for place in places)
 
 
 def numbering(model: nn.Module) -> dict[LayerReader, tuple[int, int]]:
@@ -98,12 +113,13 @@ def numbering(model: nn.Module) -> dict[LayerReader, tuple[int, int]]:
 
     Several readers of one layer, such as experts and shared experts, are numbered one after another.
     """
-    taken: dict[str, int] = {}
+    taken: dict[tuple[str, str], int] = {}
     places: dict[LayerReader, tuple[int, int]] = {}
     for path, module in model.named_modules():
         if isinstance(module, LayerReader):
             layer = re.match(r"(.*?\.(\d+))(?:\.|$)", path)
-            key, number = (path, module.layer) if layer is None else (layer[1], int(layer[2]))
+            where, number = (path, module.layer) if layer is None else (layer[1], int(layer[2]))
+            key = where, module.letter
             places[module] = number, taken.get(key, 0)
             taken[key] = taken.get(key, 0) + module.num_entries * len(module.values(module.every()[:1]))
     return places

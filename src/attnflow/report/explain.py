@@ -189,7 +189,7 @@ def _sources_table(result: Explanation) -> html.Html:
     sums: dict[str, tuple[float, float]] = {}
     for source in result.sources:
         name = {"token": "tokens", "entry": "entries that are listed", "constant": "constants of the model"}
-        what = name.get(source.kind, f"{source.kind}s" if source.kind == "sublayer" else "all other entries")
+        what = name.get(source.kind, source.kind if source.kind == "other entries" else f"{source.kind}s")
         carried, effect = sums.get(what, (0.0, 0.0))
         sums[what] = carried + source.carried, effect + source.effect
     totals = [(what, carried) for what, (carried, _) in sums.items()] + [("the answer", result.value)]

@@ -47,6 +47,7 @@ class FeedForward:
         return self.gated and len(self.first) == 1
 
 
+PER_LAYER: Final = ("per_layer_input_gate",)
 # The first that fits holds, in names and in shapes.
 FEED_FORWARD: Final = (
     FeedForward(("gate_proj", "up_proj"), "down_proj", gated=True),
@@ -69,7 +70,7 @@ FEED_FORWARD: Final = (
     FeedForward(("lin1",), "lin2"),
     FeedForward(("linear1",), "linear2"),
     FeedForward(("linear_left",), "linear_right"),  # of low rank, without an activation between (Gemma 3n)
-    FeedForward(("per_layer_input_gate",), "per_layer_projection"),  # times what a table holds for the token (Gemma 3n)
+    FeedForward(PER_LAYER, "per_layer_projection"),  # times what a table holds for the token (Gemma 3n)
     FeedForward(("ffn",), "ffn_output"),
     FeedForward(("wi",), "wo"),
     FeedForward(("up_proj",), "down_proj"),
