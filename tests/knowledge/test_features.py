@@ -253,7 +253,7 @@ BAD = {
     "have thresholds or gates": lambda t: ({1: {**t, "threshold": t["b_enc"].abs()}}, {"k": 3}),
     "no such module": lambda t: ({1: t}, {"writes": "ffn"}),
     "is for autoencoders": lambda t: ({1: t}, {"apply_b_dec_to_input": True}),
-    "is named twice": lambda t: ({1: t, "transformer.h.1": t}, {}),
+    "layer transformer.h.1 has features already": lambda t: ({1: t, "transformer.h.1": t}, {}),
 }
 
 

@@ -90,9 +90,8 @@ class FeatureReader(nn.Module, LayerReader):
     def encode(self, hidden: Float[Tensor, "*tokens width"]) -> tuple[Tensor, Tensor]:
         """Return scores and weights, [*tokens, features], in float32 at least."""
         kind = torch.promote_types(hidden.dtype, self.W_enc.dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
-            centred = hidden.to(kind) - self.b_dec if self.centred else hidden.to(kind)
-            product = functional.linear(centred, self.W_enc.to(kind))
+        centred = hidden.to(kind) - self.b_dec if self.centred else hidden.to(kind)
+        product = functional.linear(centred, self.W_enc.to(kind))
         if self.b_gate is not None:
             scores = product + self.b_gate
             return scores, (product * self.r_mag.exp() + self.b_mag).relu() * (scores > 0)
@@ -108,7 +107,7 @@ class FeatureReader(nn.Module, LayerReader):
         self, hidden: Float[Tensor, "*tokens width"], written: Float[Tensor, "*tokens model_dim"]
     ) -> Float[Tensor, "*tokens model_dim"]:
         if self.observer is not None:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
                 self.observer(self.read(hidden.detach(), written.detach()))
         return written
 
@@ -175,24 +174,22 @@ def attach_features(
     check_unwrapped(subject.model, "features")
     if not layers:
         raise ValueError("layers is empty: give tensors by the number of a layer")
-    made: list[tuple[str, str | None, str, FeatureReader]] = []
-    for key, given in layers.items():
-        path, number = _layer(subject, key)
-        if any(path == other for other, *_ in made):
-            raise ValueError(f"layer {key} is named twice, by its number and its path")
-        read, write = _places(subject, path, reads, writes)
-        made.append((path, read, write, _reader(subject, path, number, read, write, given, k, apply_b_dec_to_input)))
-    undo = ExitStack()
-    for path, read, write, reader in made:
-        layer = subject.model.get_submodule(path)
-        layer.add_module(_CHILD, reader)
-        undo.callback(delattr, layer, _CHILD)
-        if read is not None:
-            enter = partial(_enter, reader)
-            undo.callback(layer.get_submodule(read).register_forward_pre_hook(enter, with_kwargs=True).remove)
-        leave = partial(_leave, reader, read is not None)
-        undo.callback(layer.get_submodule(write).register_forward_hook(leave).remove)
-    return AttachedFeatures(subject.model, [reader for *_, reader in made], undo)
+    readers: list[FeatureReader] = []
+    with ExitStack() as stack:  # an error undoes what was attached before it
+        for key, given in layers.items():
+            path, number = _layer(subject, key)
+            layer = subject.model.get_submodule(path)
+            read, write = _places(subject, path, reads, writes)
+            reader = _reader(subject, path, number, read, write, given, k, apply_b_dec_to_input)
+            readers.append(reader)
+            layer.add_module(_CHILD, reader)
+            stack.callback(delattr, layer, _CHILD)
+            if read is not None:
+                enter = partial(_enter, reader)
+                stack.callback(layer.get_submodule(read).register_forward_pre_hook(enter, with_kwargs=True).remove)
+            leave = partial(_leave, reader, read is not None)
+            stack.callback(layer.get_submodule(write).register_forward_hook(leave).remove)
+        return AttachedFeatures(subject.model, readers, stack.pop_all())
 
 
 class AttachedFeatures(Handle):
@@ -215,10 +212,7 @@ def _layer(subject: Subject, key: int | str) -> tuple[str, int]:
     every = subject.layers
     paths = [key] if isinstance(key, str) else [path for path, number in every.items() if number == key]
     if len(paths) != 1 or paths[0] not in every:
-        raise ValueError(
-            f"expected the number or path of one layer, got {key!r}, which fits {preview(paths) if paths else 'none'} "
-            f"of {preview(list(every))}"
-        )
+        raise ValueError(f"expected the number or path of one layer of {preview(list(every))}, got {key!r}")
     if hasattr(subject.model.get_submodule(paths[0]), _CHILD):
         raise ValueError(f"layer {key} has features already: remove the earlier handle first")
     return paths[0], every[paths[0]]
@@ -231,10 +225,9 @@ def _places(subject: Subject, path: str, reads: str | None, writes: str | None) 
     every = [form.site for form in getattr(subject.model, _SITES, ())] or subject.feed_forward
     parts = [site for site in every if f"{site.name}.".startswith(f"{path}.")]
     if len(parts) != 1:
-        names = preview([site.name for site in parts]) if parts else "none"
         raise UnsupportedArchitecture(
-            f"expected one feed-forward part in {path}, got {names}: pass the paths within the layer, such as "
-            'reads="mlp", writes="mlp"'
+            f"expected one feed-forward part in {path}, got {preview([site.name for site in parts])}: pass the paths "
+            'within the layer, such as reads="mlp", writes="mlp"'
         )
     site, within = parts[0], parts[0].name.removeprefix(path).lstrip(".")
     ends = (site.first[0], site.last) if isinstance(site, FeedForward) else ("", "")
@@ -261,9 +254,12 @@ def _reader(
         raise ValueError(
             "apply_b_dec_to_input is for autoencoders: a transcoder's b_dec is of its output, not its input"
         )
-    hidden = subject.config.get_text_config().hidden_size
-    out = _width(ends[1], 0, hidden)
-    tensors = feature_tensors(given, out if read is None else _width(ends[0], 1, hidden), out)
+    weights = [getattr(end, "weight", None) for end in ends]
+    sizes = [
+        stored(end).shape if isinstance(weight, Tensor) and weight.ndim == 2 else [subject.text_config.hidden_size] * 2
+        for end, weight in zip(ends, weights, strict=True)
+    ]
+    tensors = feature_tensors(given, sizes[0][0 if read is None else 1], sizes[1][0])
     if k is not None:
         integer("k", k, 1, len(tensors["W_enc"]), why=", the number of features")
         if {"threshold", "b_gate"} & set(tensors):
@@ -281,11 +277,6 @@ def _reader(
             f"other entries are read as layer {number}: attach features to the model before its conversion"
         )
     return FeatureReader(number, tensors, k, centred, covers)
-
-
-def _width(module: nn.Module, axis: int, hidden: int) -> int:
-    weight = getattr(module, "weight", None)
-    return stored(module).shape[axis] if isinstance(weight, Tensor) and weight.ndim == 2 else hidden
 
 
 def _enter(reader: FeatureReader, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
