@@ -231,6 +231,7 @@ def test_per_layer_embeddings_weigh_entries_by_the_token(name):
 
     def weights():
         layer = af.knowledge.trace(opened, ids, top=width).layer(0)
+        assert layer.letter == "P"
         found = torch.zeros(ids.shape[1], 1 + width)  # a last column for places that nothing fired at
         return found.scatter_(1, layer.ids.where(layer.ids >= 0, torch.tensor(width)), layer.weights)[:, :width]
 

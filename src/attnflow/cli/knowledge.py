@@ -18,7 +18,7 @@ from attnflow.cli._output import BadUsage, JsonFlag, output_path, show, working,
 if TYPE_CHECKING:
     from attnflow.knowledge.store import Store
 
-app = typer.Typer(help="Knowledge in feed-forward layers: build, stats, export, edit, trace.", rich_markup_mode=None)
+app = typer.Typer(help="Feed-forward knowledge: build, stats, export, edit, trace.", rich_markup_mode=None)
 
 
 @app.command("build")

@@ -67,4 +67,4 @@ def _batches(table: EntryTable, schema: Any) -> Iterator[Any]:
             else batch[name]
             for name in schema.names
         ]
-        yield pyarrow.record_batch(columns, schema)
+        yield pyarrow.RecordBatch.from_arrays(columns, schema=schema)
