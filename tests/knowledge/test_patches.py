@@ -213,6 +213,8 @@ def test_precision(models, tmp_path):
     made.save(tmp_path)
     assert made.rounding < 1e-4
     assert "rounding" not in str(made)
+    assert str(made) == "changed values of 96 entries in layers 0, 1"
+    assert made.results() == ()
     loaded = load_edit(half, tmp_path)
     assert 0.1 < loaded.rounding < 2
     assert f"rounding to bfloat16 moves the values by {loaded.rounding:.0%} of the change" in str(loaded)

@@ -49,7 +49,7 @@ def load_edit(model: nn.Module | Loaded, folder: str | os.PathLike[str], *, stri
             is in force already; or a value would be too large for the model's precision.
         RuntimeError: entries with an earlier edit were changed since, or cast. The model stays unchanged in each case.
 
-    Cost: entries x model_dim x places float64 operations for each layer.
+    Cost: entries x model_dim x rank float64 operations for each layer; an edit of one fact has rank 1.
     """
     subject = Subject.of(model)
     subject.require_weights("load_edit")
@@ -127,8 +127,8 @@ class Edited(Handle):
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the edit to a folder, which is returned: its changes as safetensors, its report and its base as JSON.
 
-        For each layer it holds the ids of the changed entries and two factors of the change, in float64: some hundred
-        kilobytes. If the process is killed, the folder holds either an older edit or this one.
+        For each layer it holds the ids of the changed entries and two factors of the change, in float64: 90 kB for one
+        fact in three layers of SmolLM2-135M. If the process is killed, the folder holds an older edit or this one.
 
         Raises:
             UnsupportedArchitecture: the model has no one list of layers by which it could be recognised.
@@ -144,7 +144,7 @@ class Edited(Handle):
 
     def results(self) -> Sequence[EditReport]:
         """The report of the edit."""
-        return (self.report,)
+        return (self.report,) if hasattr(self, "report") else ()
 
     def _restore(self) -> None:
         take(self._base, self._patch)

@@ -21,7 +21,7 @@ _ROWS: Final = 256  # of a change that are computed at once, so that they stay i
 
 @dataclass(frozen=True, eq=False)
 class ValueChange:
-    """What an edit adds to the values of entries of a layer, left @ right: its rank is the number of edited places."""
+    """What an edit adds to the values of entries of a layer, left @ right; all places of a fact have one direction."""
 
     ids: Int[Tensor, " entries"]  # ascending
     left: Float[Tensor, "entries rank"]
@@ -35,7 +35,7 @@ class ValueChange:
         return cls(ids, *factors(change.cpu().double()[rows[order]]))
 
     def dense(self) -> Float[Tensor, "entries model_dim"]:
-        """Add the products place by place, so that every machine gets the same bits, unlike from a matrix product."""
+        """Add the products one by one, so that every machine gets the same bits, unlike from a matrix product."""
         blocks: list[Tensor] = []
         for left in self.left.split(_ROWS):
             block = left.new_zeros(len(left), self.right.shape[1])
