@@ -19,6 +19,7 @@ from attnflow.knowledge.store import Store
 if TYPE_CHECKING:
     from attnflow.knowledge.convert import from_ffn, to_ffn
     from attnflow.knowledge.editing.edit import edit
+    from attnflow.knowledge.editing.edited import load_edit
     from attnflow.knowledge.modular import ModularConfig, ModularForCausalLM
     from attnflow.knowledge.reading.attach import attach
     from attnflow.knowledge.reading.duplication import duplicates
@@ -43,6 +44,7 @@ __all__ = [
     "edit",
     "entry",
     "from_ffn",
+    "load_edit",
     "to_ffn",
     "trace",
     "writers",
@@ -57,14 +59,11 @@ def _home(name: str) -> object:
     if find_spec("transformers") is None:
         raise MissingExtra("transformers", "hf", "a model that reads a knowledge base")
     from attnflow.knowledge import convert, modular
-    from attnflow.knowledge.editing import edit
+    from attnflow.knowledge.editing import edit, edited
     from attnflow.knowledge.reading import attach, entry, features, token_writers, trace, usage
 
-    return next(
-        home
-        for home in (attach, convert, edit, entry, features, modular, token_writers, trace, usage)
-        if hasattr(home, name)
-    )
+    homes = (attach, convert, edit, edited, entry, features, modular, token_writers, trace, usage)
+    return next(home for home in homes if hasattr(home, name))
 
 
 __getattr__, __dir__ = on_demand(__name__, __all__, _home)

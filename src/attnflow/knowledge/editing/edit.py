@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from attnflow._core.checks import integer
-from attnflow._core.handles import Handle
 from attnflow._core.progress import Progress
-from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.editing.edit_targets import (
     Layers,
     Method,
@@ -28,6 +26,7 @@ from attnflow.knowledge.editing.edit_targets import (
     token_ids,
     weights_everywhere,
 )
+from attnflow.knowledge.editing.edited import Edited, editable
 from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
 from attnflow.knowledge.layered import EntryValues, readers
 from attnflow.models.loading.names import sample_text
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 Facts = Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Path
 
 _LEADS: Final = 3  # sentence openings put before each prompt
-_EDITS: Final = "edits"  # of a base, the handles in force, in order
 _RANK: Final = 1e-10  # of the largest singular value: smaller ones of what must not change are rounding
 _FREE: Final = 1e-8  # of the squared length of whitened weights: less may be rounding
 
@@ -125,66 +123,8 @@ def edit(
     return handle
 
 
-class Edited(Handle):
-    """The handle of `edit`: the model gives the new answers until it is removed.
-
-    Attributes:
-        report: the model's answers now and before.
-        moments: the second moments on the text; pass them as `text` of the next edit.
-        count: the number of entries with changed values.
-        relative_change: for each layer, the norm of the change over that of the values.
-    """
-
-    report: EditReport
-
-    def __init__(self, model: nn.Module, changes: Mapping[int, Tensor], moments: Moments) -> None:
-        super().__init__(model)
-        self.moments = moments
-        self._base = cast(LayeredKnowledge, model.get_submodule("knowledge"))
-        self._changed: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # of each layer, ids, values before and after
-        sizes, self.count = list[float](), 0
-        with torch.no_grad():
-            for layer, change in changes.items():
-                ids, values = self._rows(layer)
-                old = values.detach().clone()
-                values.copy_((old.double() + change.to(old.device)).to(old.dtype))
-                sizes.append(float((values.double() - old.double()).norm() / old.double().norm()))
-                self.count += int((values != old).any(dim=1).sum())
-                self._changed[layer] = ids.clone(), old, values.detach().clone()
-        self.relative_change = tuple(sizes)
-        self._base.__dict__.setdefault(_EDITS, []).append(self)
-
-    def results(self) -> Sequence[EditReport]:
-        """The report of the edit."""
-        return (self.report,)
-
-    def _rows(self, layer: int) -> tuple[Tensor, Tensor]:
-        rows = self._base.rows(layer)
-        return self._base.ids[rows], self._base.entries[rows, self._base.layouts[layer].value]
-
-    def _restore(self) -> None:
-        edits = cast("list[Edited]", self._base.__dict__[_EDITS])
-        if edits[-1] is not self:
-            raise RuntimeError("the model was edited again after this edit: remove the later edit first")
-        for layer, (ids, _, after) in self._changed.items():
-            now = self._rows(layer)
-            if not torch.equal(now[0], ids) or not torch.equal(now[1], after):
-                raise RuntimeError(f"entries of layer {layer} were changed or moved after the edit: undo that first")
-        with torch.no_grad():
-            for layer, (_, before, _) in self._changed.items():
-                self._rows(layer)[1].copy_(before)
-        edits.pop()
-
-    def _summary(self) -> str:
-        return str(self.report)
-
-
 def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict[int, EntryValues]:
-    every = readers(model)
-    plain = {reader.layer: reader for reader in every if isinstance(reader, EntryValues)}
-    base = getattr(model, "knowledge", None)
-    if not plain or not isinstance(base, LayeredKnowledge):
-        raise ValueError(f"edit needs a converted model, got {type(model).__name__}: call af.knowledge.from_ffn(model)")
+    plain, every = editable(model, "edit"), readers(model)
     if layers is None:
         first = len(every) // 4
         layers = [layer for layer in range(first, min(first + 5, len(every)), 2) if layer in plain]
@@ -192,7 +132,7 @@ def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict
     wanted = sorted({integer("layers", layer, 0, last) for layer in layers})
     if not wanted or not set(wanted) <= set(plain):
         raise ValueError(f"layers must be among {sorted(plain)}, those without experts, got {list(layers)}")
-    if not bool(torch.isfinite(base.entries).all()):
+    if not bool(torch.isfinite(plain[wanted[0]].base.entries).all()):
         raise ValueError("the model's entries hold NaN or infinity: edit needs finite weights")
     return {layer: plain[layer] for layer in wanted}
 
