@@ -24,11 +24,13 @@ from attnflow.knowledge.editing.edit_targets import (
     next_logits,
     places_of,
     read_moments,
+    spot_of,
     targets,
     token_ids,
     weights_everywhere,
 )
 from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
+from attnflow.knowledge.editing.guard import Guard, guard_of
 from attnflow.knowledge.layered import EntryValues, readers
 from attnflow.models.loading.names import sample_text
 from attnflow.models.passes.evaluation import evaluating
@@ -42,6 +44,8 @@ Facts = Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Pa
 _LEADS: Final = 3  # sentence openings put before each prompt
 _EDITS: Final = "edits"  # of a base, the handles in force, in order
 _RANK: Final = 1e-10  # of the largest singular value: smaller ones of what must not change are rounding
+_ABOUT: Final = 0.03  # weight of other statements about a fact's subject beside that of text
+_BESIDE: Final = 1.0  # weight of the fact's prompt about other subjects
 _FREE: Final = 1e-8  # of the squared length of whitened weights: less may be rounding
 
 
@@ -50,7 +54,9 @@ def edit(
     facts: Facts,
     *,
     layers: Sequence[int] | None = None,
+    guard: bool = True,
     untouched: Sequence[str] = (),
+    entries: int | None = None,
     text: str | Moments | None = None,
     tokens: int = 8192,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -103,12 +109,16 @@ def edit(
                 f"{sorted(moments.layers)}"
             )
         leads = leads_of(other, _LEADS)
+        guards = [guard_of(subject, fact, wanted) for fact in wanted] if guard else []
         places = [places_of(subject, fact, leads) for fact in wanted]
+        for spots, fact, found in zip(places, wanted, guards, strict=False):
+            spots += [spot_of(subject.tokenizer, text, text.rfind(fact.subject), fact.subject) for text in found.rewordings]
         quiet_ids = [token_ids(subject.tokenizer, quiet) for quiet in untouched]
         before, quiet_before = [_answered(subject, fact) for fact in wanted], _next(subject, quiet_ids)
         method = Method()
         aims = targets(subject, chosen, wanted, places, leads, method, progress)
-        changes = value_changes(subject, chosen, aims, quiet_ids, moments, method.ridge)
+        kept = guarded(subject, chosen, moments, guards)
+        changes = value_changes(subject, chosen, aims, quiet_ids, kept, method.ridge, entries)
         handle = Edited(subject.model, changes, moments)
         try:
             shift = float((_next(subject, quiet_ids) - quiet_before).abs().max()) if quiet_ids else 0.0
@@ -204,10 +214,33 @@ def value_changes(
     untouched: Sequence[Sequence[int]],
     moments: Moments,
     ridge: float,
+    entries: int | None = None,
 ) -> dict[int, Tensor]:
-    """Compute the change of each layer's values [entries, model_dim] in float64, without changing the model."""
-    quiet = weights_everywhere(subject, layers, untouched)
-    return {layer: layer_change(*wanted[layer], moments.layers[layer], quiet.get(layer), ridge) for layer in layers}
+    """Compute the change of each layer's values [entries, model_dim] in float64, without changing the model.
+
+    With `entries`, so many of each layer change: those by which most is written at the places with least effect on
+    what `moments` describe, the largest k_e (M^-1 k)_e.
+    """
+    quiet, changes = weights_everywhere(subject, layers, untouched), dict[int, Tensor]()
+    for layer in layers:
+        (rows, added), moment = wanted[layer], moments.layers[layer]
+        share = (rows * torch.linalg.solve(moment, rows.T).T).mean(dim=0)
+        some = share.topk(min(entries or len(share), len(share))).indices.sort().values
+        others = quiet[layer][:, some] if layer in quiet else None
+        changes[layer] = torch.zeros(len(moment), added.shape[1], dtype=torch.float64)
+        changes[layer][some] = layer_change(rows[:, some], added, moment[some][:, some], others, ridge)
+    return changes
+
+
+def guarded(subject: Subject, layers: Layers, moments: Moments, guards: Sequence[Guard]) -> Moments:
+    """Add what the guards hold to the moments: for each fact, the mean of k k^T over its prompts' tokens, weighted."""
+    kept = {layer: moment.clone() for layer, moment in moments.layers.items()}
+    for guard in guards:
+        for prompts, weight in ((guard.about, _ABOUT), (guard.beside, _BESIDE)):
+            rows = weights_everywhere(subject, layers, [token_ids(subject.tokenizer, prompt) for prompt in prompts])
+            for layer, weights in rows.items():
+                kept[layer] += weight * (weights.T @ weights) / len(weights)
+    return Moments(kept, moments.tokens)
 
 
 def layer_change(rows: Tensor, added: Tensor, moment: Tensor, quiet: Tensor | None, ridge: float) -> Tensor:
