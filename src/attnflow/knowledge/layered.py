@@ -251,15 +251,26 @@ class EntryValues(LayerEntries):
         return functional.linear(weights, self.weight, self.bias)
 
 
+def scores_of(
+    hidden: Float[Tensor, "*tokens model_dim"],
+    entries: Float[Tensor, "entries entry_dim"],
+    layout: EntryLayout,
+    part: str,
+    biased: bool,  # without a bias in the plain model, training leaves thresholds at 0, so that it can be saved as such
+) -> Float[Tensor, "*tokens entries"]:
+    threshold = entries[:, layout.threshold(part)]
+    return functional.linear(hidden, entries[:, layout.key(part)], threshold if biased else threshold.detach())
+
+
 class EntryScores(nn.Module):
     """Replaces the first linear map: scores h . key + threshold, with several parts side by side."""
 
     values: EntryValues
 
-    def __init__(self, values: EntryValues, parts: Sequence[str]) -> None:
+    def __init__(self, values: EntryValues, parts: Sequence[str], *, biased: bool) -> None:
         super().__init__()
         object.__setattr__(self, "values", values)  # not a child: it is a module of the layer
-        self.layer, self.parts = values.layer, tuple(parts)
+        self.layer, self.parts, self.biased = values.layer, tuple(parts), biased
 
     @property  # some model code asks for its dtype
     def weight(self) -> Float[Tensor, "out model_dim"]:
@@ -267,9 +278,7 @@ class EntryScores(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "*tokens model_dim"]) -> Float[Tensor, "*tokens entries"]:
         entries, layout = self.values.entries, self.values.layout
-        scores = [
-            functional.linear(hidden, entries[:, layout.key(p)], entries[:, layout.threshold(p)]) for p in self.parts
-        ]
+        scores = [scores_of(hidden, entries, layout, part, self.biased) for part in self.parts]
         if self.values.observer is not None:
             self.values.scored.update(zip(self.parts, (score.detach() for score in scores), strict=True))
         return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
@@ -291,9 +300,11 @@ class ExpertEntries(LayerEntries):
     The activation and b2 are those of the model's module, `own`. In Llama 4 scores contain r.
     """
 
-    def __init__(self, base: LayeredKnowledge, layer: int, form: PackedExperts, own: nn.Module) -> None:
+    def __init__(
+        self, base: LayeredKnowledge, layer: int, form: PackedExperts, own: nn.Module, *, biased: bool
+    ) -> None:
         super().__init__(base, layer)
-        self.form, self.own = form, own
+        self.form, self.own, self.biased = form, own, biased
 
     def added(self, output: Tensor) -> Float[Tensor, "*tokens model_dim"]:
         """Sum over the experts, for models that do this after the module."""
@@ -329,10 +340,7 @@ class ExpertEntries(LayerEntries):
             parts = ((i, rows, at, shares[rows, at, None], tokens[rows]) for i, rows, at in by_expert(index, number))
         for expert, rows, places, share, inputs in parts:
             entries = self.base.entries[self.base.rows(self.layer, expert)]
-            scores = [
-                functional.linear(inputs, entries[:, layout.key(part)], entries[:, layout.threshold(part)])
-                for part in layout.parts
-            ]
+            scores = [scores_of(inputs, entries, layout, part, self.biased) for part in layout.parts]
             yield _Routed(expert, rows, places, share, scores, self.form.weigh(self.own, scores))
 
     def _written(self, share: _Routed) -> Tensor:

@@ -99,17 +99,17 @@ class PackedExperts:
     def parts(self) -> int:
         return 1 + self.gated
 
-    def keys(self, module: nn.Module) -> Tensor:
+    def keys(self, module: object) -> Tensor:
         """Keys, [E, parts, n, d], a view."""
         weight = cast(Tensor, getattr(module, self.first))
         return self._by_part(weight.transpose(1, 2) if self.transposed else weight)
 
-    def thresholds(self, module: nn.Module) -> Tensor | None:
+    def thresholds(self, module: object) -> Tensor | None:
         """Biases of `first`, [E, parts, n], a view; None without."""
         bias = cast("Tensor | None", getattr(module, self.first + _BIAS, None))
         return None if bias is None else self._by_part(bias)
 
-    def values(self, module: nn.Module) -> Tensor:
+    def values(self, module: object) -> Tensor:
         """Values, [E, n, d], a view."""
         weight = cast(Tensor, getattr(module, self.last))
         return weight if self.transposed else weight.transpose(1, 2)
