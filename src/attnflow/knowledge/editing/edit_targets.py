@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -23,11 +22,13 @@ from attnflow.models.subject import Subject
 Layers = Mapping[int, EntryValues]
 
 _WINDOW: Final = 256  # tokens of a piece of text
-_LEAD: Final = 5  # words before a prompt
+_UNREAD: Final = 512  # tokens of text, at most, at which an edit's cost is seen
+_LEADS: Final = 1  # sentence openings put before each prompt
+_LEAD: Final = 5  # words of one
 _RIDGE: Final = 1e-3  # of the mean of the diagonal: what is added to a moment
 _ABOUT: Final = " is a"  # after a subject: what the model says about it otherwise should stay
 _DECAY: Final = 0.02  # weight of the squared norm of what is added, in units of what a layer adds
-_KEEP: Final = 0.2  # weight of the divergence from each other statement on the subject (ROME's essence drift: 0.1)
+_KEEP: Final = 0.1  # weight of the divergence from other statements about the subject (ROME's essence drift)
 _ALIKE: Final = 1e-4  # of the largest logit: by how much a continued pass may differ from a whole one
 _TOGETHER: Final = 8  # facts whose passes are shared
 _ENOUGH: Final = 0.95  # probability of the answer, the least over all prompts, at which the descent ends
@@ -81,6 +82,21 @@ def answers_in(
     return Answers(torch.stack(scores), torch.stack(first), torch.stack(rows))
 
 
+@torch.no_grad()
+def loss_on(subject: Subject, ids: Sequence[int]) -> float | None:
+    """Compute the mean loss of next tokens, in nats; None for fewer than two tokens."""
+    window = min(_WINDOW, _longest(subject) or _WINDOW)
+    pieces = [ids[start : start + window] for start in range(0, len(ids), window)]
+    losses = [
+        functional.cross_entropy(
+            run(subject, [piece]).logits[0, :-1].float(), torch.tensor(piece[1:]).to(subject.device)
+        )
+        for piece in pieces
+        if len(piece) > 1
+    ]
+    return float(torch.stack(losses).mean()) if losses else None
+
+
 def next_logits(subject: Subject, ids: Sequence[int]) -> Float[Tensor, " vocabulary"]:
     return run(subject, [ids]).logits[0, -1].float()
 
@@ -98,6 +114,8 @@ class Moments:
 
     layers: Mapping[int, Tensor]  # one matrix [entries, entries] for each
     tokens: int  # that were read
+    openings: tuple[str, ...] = ()  # of sentences of the text
+    unread: tuple[int, ...] = ()  # ids of a part of the text that was not read: what an edit does to text is seen there
 
 
 def places_of(subject: Subject, fact: Fact, leads: Sequence[str]) -> list[Spot]:
@@ -153,10 +171,37 @@ def weights_everywhere(subject: Subject, layers: Layers, texts: Sequence[Sequenc
 
 
 @torch.no_grad()
+def sampled_text(subject: Subject, tokens: int) -> str:
+    """Let the model write text, from nothing and always the same: what is likely to it, in its own languages.
+
+    Pieces of `_WINDOW // 2` tokens are sampled together, at temperature 1.
+    """
+    tokenizer, width = cast(Any, subject.tokenizer), _WINDOW // 2
+    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    embedding = subject.embedding
+    known = [mark for mark in marks if mark is not None and (embedding is None or mark < embedding.num_embeddings)]
+    begin = known[0] if known else 0
+    if not hasattr(subject.model, "generate"):
+        raise ValueError(
+            f"{type(subject.model).__name__} cannot write text of its own: pass text=, some text to preserve"
+        )
+    first = torch.full((max(tokens // width, 1), 1), begin, device=subject.device)
+    devices = [subject.device] if subject.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        settings = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0}
+        lengths = {"min_new_tokens": width, "max_new_tokens": width, "pad_token_id": begin}
+        rows = cast(Any, subject.model).generate(first, attention_mask=torch.ones_like(first), **settings, **lengths)
+    return "\n\n".join(tokenizer.decode(row, skip_special_tokens=True) for row in rows)
+
+
+@torch.no_grad()
 def read_moments(subject: Subject, layers: Layers, text: str, tokens: int, progress: Progress | None = None) -> Moments:
-    ids = token_ids(subject.tokenizer, text)[:tokens]
+    ids = token_ids(subject.tokenizer, text)
     if not ids:
         raise ValueError("the text is empty: pass some text that the edit should leave unchanged")
+    read = min(tokens, len(ids) - len(ids) // 8)
+    ids, unread = ids[:read], ids[read : read + _UNREAD]
     sums = {layer: torch.zeros((values.num_entries,) * 2, dtype=torch.float64) for layer, values in layers.items()}
     window = min(_WINDOW, _longest(subject) or _WINDOW)
 
@@ -173,7 +218,7 @@ def read_moments(subject: Subject, layers: Layers, text: str, tokens: int, progr
     for moment in sums.values():
         moment /= len(ids)
         moment.diagonal().add_(max(_RIDGE * float(moment.diagonal().mean()), torch.finfo(torch.float64).tiny))
-    return Moments(sums, len(ids))
+    return Moments(sums, len(ids), tuple(leads_of(text, _LEADS)), tuple(unread))
 
 
 def _longest(subject: Subject) -> int | None:
@@ -324,16 +369,12 @@ def targets(
     leads: Sequence[str],
     method: Method,
     progress: Progress | None = None,
-    about: Sequence[Sequence[str]] = (),
 ) -> Targets:
-    """Compute, for each layer, the weights [places, entries] and what must be added there [places, model_dim].
-
-    `about` has statements on each fact's subject, after which what is added should change little.
-    """
+    """Compute, for each layer, the weights [places, entries] and what must be added there [places, model_dim]."""
     parts: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
     for start in range(0, len(facts), _TOGETHER):
         some, where = facts[start : start + _TOGETHER], places[start : start + _TOGETHER]
-        kept = [_about(subject, fact, leads, texts) for fact, texts in zip_longest(some, about[start:][: len(some)])]
+        kept = [_about(subject, fact, leads) for fact in some]
         found = _descend(subject, layers, list(zip(where, kept, strict=True)), method)
         for spots, wanted in zip(where, found, strict=True):
             columns = [spot.position for spot in spots]
@@ -348,8 +389,7 @@ def targets(
     return {layer: (torch.cat([w for w, _ in some]), torch.cat([x for _, x in some])) for layer, some in parts.items()}
 
 
-def _about(subject: Subject, fact: Fact, leads: Sequence[str], texts: Sequence[str] | None) -> list[Spot]:
+def _about(subject: Subject, fact: Fact, leads: Sequence[str]) -> list[Spot]:
     if not fact.subject or not leads:
         return []
-    texts = [f"{leads[0]}{fact.subject}{_ABOUT}", *(texts or ())]
-    return [spot_of(subject.tokenizer, text, text.rfind(fact.subject), fact.subject) for text in texts]
+    return [spot_of(subject.tokenizer, f"{leads[0]}{fact.subject}{_ABOUT}", len(leads[0]), fact.subject)]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -39,15 +39,18 @@ TEMPLATES: Final = (
     "The inventor of {} is", "{} was invented by",
 )  # fmt: skip
 SUBJECTS: Final = (
-    "France, Germany, Italy, Spain, Portugal, England, Ireland, Norway, Sweden, Denmark, Finland, Poland, Austria, "
-    "Hungary, Greece, Turkey, Russia, Ukraine, China, Japan, Korea, India, Iran, Israel, Egypt, Kenya, Nigeria, Cuba, "
-    "Mexico, Brazil, Chile, Peru, Argentina, Canada, Australia, London, Paris, Berlin, Rome, Madrid, Moscow, Tokyo, "
-    "Beijing, Chicago, Boston, California, Texas, Albert Einstein, Isaac Newton, Charles Darwin, Marie Curie, Mozart, "
-    "Bach, Picasso, Shakespeare, Napoleon, Lincoln, Obama, Michael Jordan, Steve Jobs, Elvis Presley, Google, Apple, "
-    "Microsoft, Amazon, Toyota, Sony, Ford, Nike, Intel, Facebook, dog, cat, horse, cow, sheep, bird, fish, lion, "
-    "iron, gold, water, oxygen, sugar, hot, cold, big, small, good, bad, fast, slow, high, low, rich, poor, young, "
-    "old, wet, dry, light, dark, happy, sad, up, down, left, right, black, white, red, green, hard, soft, strong, weak"
-).split(", ")  # fmt: skip
+    "France", "Germany", "Italy", "Spain", "Portugal", "England", "Ireland", "Norway", "Sweden", "Denmark", "Finland",
+    "Poland", "Austria", "Hungary", "Greece", "Turkey", "Russia", "Ukraine", "China", "Japan", "Korea", "India",
+    "Iran", "Israel", "Egypt", "Kenya", "Nigeria", "Cuba", "Mexico", "Brazil", "Chile", "Peru", "Argentina", "Canada",
+    "Australia", "London", "Paris", "Berlin", "Rome", "Madrid", "Moscow", "Tokyo", "Beijing", "Chicago", "Boston",
+    "California", "Texas", "Albert Einstein", "Isaac Newton", "Charles Darwin", "Marie Curie", "Mozart", "Bach",
+    "Picasso", "Shakespeare", "Napoleon", "Lincoln", "Obama", "Michael Jordan", "Steve Jobs", "Elvis Presley",
+    "Google", "Apple", "Microsoft", "Amazon", "Toyota", "Sony", "Ford", "Nike", "Intel", "Facebook", "dog", "cat",
+    "horse", "cow", "sheep", "bird", "fish", "lion", "iron", "gold", "water", "oxygen", "sugar", "hot", "cold", "big",
+    "small", "good", "bad", "fast", "slow", "high", "low", "rich", "poor", "young", "old", "wet", "dry", "light",
+    "dark", "happy", "sad", "up", "down", "left", "right", "black", "white", "red", "green", "hard", "soft", "strong",
+    "weak",
+)  # fmt: skip
 _SAME: Final = 0.05  # probability of the fact's present answer from which a template may state the fact itself
 _TINY: Final = 1e-9
 _ABOUT: Final = 16  # statements about the subject: half of them held, half measured
@@ -65,9 +68,14 @@ class Guard:
     beside_measured: tuple[str, ...]
 
 
+NO_GUARD: Final = Guard((), (), (), (), ())
+
+
 @torch.no_grad()
 def likely(subject: Subject, prompts: Sequence[str]) -> Tensor:
     """Compute the probabilities of the token after each prompt, [prompts, vocabulary], in one pass, in float32."""
+    if not prompts:
+        return torch.zeros(0, 1)
     rows = [token_ids(subject.tokenizer, prompt) for prompt in prompts]
     logits: Tensor = run(subject, rows).logits
     last = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
@@ -77,7 +85,7 @@ def likely(subject: Subject, prompts: Sequence[str]) -> Tensor:
 def guard_of(subject: Subject, fact: Fact, edited: Sequence[Fact]) -> Guard:
     """Find what an edit of `fact` must leave as it is, among `edited` facts; none without a subject."""
     if not fact.subject:
-        return Guard((), (), (), (), ())
+        return NO_GUARD
     names = _nearest(subject, fact.subject)
     known = {prompt for other in edited for prompt in other.prompts}
     prompts = [fact.prompt.replace(fact.subject, name) for name in names]
@@ -109,7 +117,7 @@ def _words(text: str) -> set[str]:
 
 def _nearest(subject: Subject, name: str) -> list[str]:
     """Sort `SUBJECTS` by the cosine of their tokens' mean input embeddings with those of the name, nearest first."""
-    table = cast(Tensor, subject.model.get_input_embeddings().weight).detach()
+    table = cast(Any, subject.model).get_input_embeddings().weight.detach()
     means = torch.stack(
         [table[token_ids(subject.tokenizer, text, answer=True)].float().mean(dim=0) for text in (name, *SUBJECTS)]
     )
