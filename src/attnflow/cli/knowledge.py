@@ -96,12 +96,14 @@ def knowledge_edit(
     file: Annotated[Path | None, option("--file FILE", "A .jsonl file of facts: prompt, answer, subject.")] = None,
     keep: Annotated[Path | None, option("--keep FILE", "Texts, one per line, that must not change.")] = None,
     layers: Annotated[str | None, option("--layers LIST", "Layers to change, such as 7,9,11.")] = None,
+    guard: Annotated[bool, option("--guard/--no-guard", "Hold and measure other statements, or do not.")] = True,
     json_output: JsonFlag = False,
 ) -> None:
     """Edit what a model says.
 
     Makes the smallest change to the values of feed-forward entries that gives the new answers, and writes an ordinary
-    transformers model. Exits with 1 if the edited model does not give an answer.
+    transformers model. Exits with 1 if the edited model does not give an answer, or if what was measured beside it lies
+    outside its bound; the report says which.
     """
     if (file is None) == (prompt is None) or (prompt is None) != (answer is None):
         raise BadUsage("give --prompt and --answer, or --file with facts")
@@ -121,7 +123,7 @@ def knowledge_edit(
         loaded = load(model)
         converted: Any = from_ffn(loaded).float()  # half precision would lose the changes
         loaded = loaded._replace(model=converted)
-        with edit(loaded, facts, layers=chosen, untouched=texts, progress=spinner) as handle:
+        with edit(loaded, facts, layers=chosen, guard=guard, untouched=texts, progress=spinner) as handle:
             plain, tokenizer, report = to_ffn(converted), cast(Any, loaded.tokenizer), handle.report
             with write_folder(output) as part, quiet():
                 plain.save_pretrained(part)

@@ -43,7 +43,7 @@ Facts = Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Pa
 
 _EDITS: Final = "edits"  # of a base, the handles in force, in order
 _RANK: Final = 1e-10  # of the largest singular value: smaller ones of what must not change are rounding
-_ABOUT: Final = 0.015  # weight of other statements about a fact's subject beside that of text
+_ABOUT: Final = 0.01  # weight of other statements about a fact's subject beside that of text
 _BESIDE: Final = 1.0  # weight of the fact's prompt about other subjects
 _SURE: Final = 0.15  # probability of a next token from which the model is taken to say it
 _FREE: Final = 1e-8  # of the squared length of whitened weights: less may be rounding
