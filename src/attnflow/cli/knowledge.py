@@ -118,6 +118,7 @@ def knowledge_edit(
     file: Annotated[Path | None, option("--file FILE", "A .jsonl file of facts: prompt, answer, subject.")] = None,
     keep: Annotated[Path | None, option("--keep FILE", "Texts, one per line, that must not change.")] = None,
     layers: Annotated[str | None, option("--layers LIST", "Layers to change, such as 7,9,11.")] = None,
+    guard: Annotated[bool, option("--guard/--no-guard", "Hold and measure other statements, or do not.")] = True,
     patches: Patches = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -125,7 +126,7 @@ def knowledge_edit(
 
     Makes the smallest change to the values of feed-forward entries that gives the new answers, and writes an ordinary
     transformers model, or only the change, which --apply reads. Exits with 1 if the edited model does not give an
-    answer.
+    answer, or if what was measured beside it lies outside its bound; the report says which.
     """
     if (file is None) == (prompt is None) or (prompt is None) != (answer is None):
         raise BadUsage("give --prompt and --answer, or --file with facts")
@@ -145,7 +146,7 @@ def knowledge_edit(
         loaded = load(model)
         converted = _converted(loaded, patches).float()  # half precision would lose the changes
         loaded = loaded._replace(model=converted)
-        with edit(loaded, facts, layers=chosen, untouched=texts, progress=spinner) as handle:
+        with edit(loaded, facts, layers=chosen, guard=guard, untouched=texts, progress=spinner) as handle:
             text, report = str(handle), handle.report
             if output.suffix == PATCH:
                 handle.save(output)

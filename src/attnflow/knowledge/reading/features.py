@@ -23,10 +23,10 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow._core.threads import PerThread
-from attnflow.knowledge.convert import _SITES
 from attnflow.knowledge.layered import LayerReader
 from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.feature_tensors import NAMES, Tensors, feature_tensors
+from attnflow.knowledge.saving import FORMS
 from attnflow.models.anatomy.feed_forward import FeedForward, stored
 from attnflow.models.loading.addons import check_unwrapped
 from attnflow.models.subject import Loaded, Subject
@@ -222,7 +222,7 @@ def _places(subject: Subject, path: str, reads: str | None, writes: str | None) 
     """Where features of a layer read (None: what they write) and write, as paths within the layer."""
     if writes is not None:
         return reads, writes
-    every = [form.site for form in getattr(subject.model, _SITES, ())] or subject.feed_forward
+    every = [form.site for form in getattr(subject.model, FORMS, ())] or subject.feed_forward
     parts = [site for site in every if f"{site.name}.".startswith(f"{path}.")]
     if len(parts) != 1:
         raise UnsupportedArchitecture(
