@@ -121,7 +121,7 @@ function scale(values, from, to) {
 
 const WIDEST = 720;
 
-/** Numbers as colours, the first row at the top: blue where positive, red where negative; `onPick(row, column)` takes a click. */
+/** Numbers as colours, the first row at the top: blue where positive, orange where negative; `onPick(row, column)` takes a click. */
 export function HeatMap({ title, values, sides, columns, x, y, row = null, column = null, onPick = null, words = signed, full = null }) {
   const pointed = useSignal(null);
   const { limit, largest } = full ? { limit: full, largest: reach(values).largest } : reach(values);
@@ -152,7 +152,7 @@ export function HeatMap({ title, values, sides, columns, x, y, row = null, colum
           {column !== null && <rect class="chosen" x={left + column * cell - 0.8} y={top + (row ?? 0) * high - 0.8} width={cell + 1} height={(row === null ? tall : high) + 1} />}
         </svg>
       </div>
-      <p class="readout n">{here ? `${sides[here[0]]}, ${columns[here[1]]}: ${words(values[here[0]][here[1]])}` : full ? `Full colour is ${words(full)}; the largest is ${words(largest)}.` : `Largest size ${largest.toPrecision(3)}${limit < largest ? `; colours end at ${limit.toPrecision(3)}, which 99 of 100 stay below` : ""}. Blue is positive, red negative.`}</p>
+      <p class="readout n">{here ? `${sides[here[0]]}, ${columns[here[1]]}: ${words(values[here[0]][here[1]])}` : full ? `Full colour is ${words(full)}; the largest is ${words(largest)}.` : `Largest size ${largest.toPrecision(3)}${limit < largest ? `; colours end at ${limit.toPrecision(3)}, which 99 of 100 stay below` : ""}. Blue is positive, orange negative.`}</p>
     </figure>
   );
 }
@@ -191,7 +191,7 @@ export function Tokens({ label, tokens, values = null, chosen = null, disabled =
 
 function Token({ text, value, limit, pressed, disabled, title, onClick }) {
   const share = limit && value ? Math.round(50 * Math.min(1, Math.abs(value) / limit)) : 0;
-  const style = share ? { background: `color-mix(in srgb, var(${value < 0 ? "--minus" : "--plus"}) ${share}%, var(--page))` } : undefined;
+  const style = share ? { background: `color-mix(in srgb, var(${value < 0 ? "--against" : "--for"}) ${share}%, var(--page))` } : undefined;
   if (!onClick) return <span class="token" style={style} title={title}>{text}</span>;
   return <button type="button" class="token" style={style} aria-pressed={pressed} disabled={disabled} title={title} onClick={onClick}>{text}</button>;
 }

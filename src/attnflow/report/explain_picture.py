@@ -16,7 +16,7 @@ from attnflow.report.charts import SERIES, signed
 from attnflow.report.displays import draws
 from attnflow.report.svg import root
 
-FOR, AGAINST, _LEAK = SERIES[0], SERIES[1], "#b3263e"
+_LEAK = "#b3263e"
 _LINES, _MARKS, STRONGEST = 60, 12, 5  # lines; entries by what they carry, and by effect
 _NAMED: Final = 7  # lines and marks whose names are written into the picture
 BROAD, NARROW = 980, 358  # pixels: a page on a screen, and on a telephone
