@@ -13,7 +13,8 @@ const LOOKS = { clean: "clean", breaks: "breaks the order", carries: "carries a 
 /** Watched modules in columns, layers that are alike in a row; where a flow against the order starts is marked. */
 export function AuditMap({ value, first, module }) {
   return (
-    <div class="audit-map">
+    <div class="audit-map" data-saved>
+      <Save name="audit map" isTable rows={() => [["stack", "layers", "module", "status"], ...value.strips.flatMap((strip) => strip.rows.flatMap((row) => row.cells.flatMap((status, i) => (status ? [[strip.stack, row.name, strip.names[i], status]] : []))))]} />
       {value.strips.map((strip) => (
         <div class="scroll" key={strip.stack} tabIndex={0} role="region" aria-label={`Modules of ${strip.stack}`}>
           <table>
