@@ -127,6 +127,9 @@ const TextField = ({ label, empty, value, change, disabled = false }) => (
   </label>
 );
 
+/** A token as it is seen, also where it is nothing but space. */
+const seen = (token) => token.trim() || (token.includes("\n") ? "↵" : "␣");
+
 /** What the model says, and the tokens that it might have said: one is clicked to be explained in its place. */
 function Answer({ state, pane }) {
   const flow = pane.flow.value.value;
@@ -137,12 +140,12 @@ function Answer({ state, pane }) {
   const isOld = pane.isStale.value;
   return (
     <div class={isOld ? "answer old" : "answer"}>
-      <h2>Why does it say “{(flow?.answer ?? likely.likely[0].token).trim()}”? <span class="aside n">{flow ? <>after “{flow.tokens[flow.position ?? flow.tokens.length - 1]}”, logit {signed(flow.value)} above {against}</> : "…"}</span></h2>
+      <h2>Why does it say “{seen(flow?.answer ?? likely.likely[0].token)}”? <span class="aside n">{flow ? <>after “{flow.tokens[flow.position ?? flow.tokens.length - 1]}”, logit {signed(flow.value)} above {against}</> : "…"}</span></h2>
       <ul class="likely" aria-label={`What may come after token ${position}`}>
         {likely.likely.map((one) => (
           <li key={one.id}>
             <button type="button" aria-pressed={flow?.answer_id === one.id} title="Explain this answer" onClick={() => { state.activate(pane.number); pane.change({ answer: one.id }); }}>
-              <span class="share" style={{ width: `${Math.round(64 * one.chance)}px` }} />{one.token.trim() || "␣"} <span class="n">{percent(one.chance)}</span>
+              <span class="share" style={{ width: `${Math.round(64 * one.chance)}px` }} />{seen(one.token)} <span class="n">{percent(one.chance)}</span>
             </button>
           </li>
         ))}
