@@ -119,7 +119,8 @@ def _exactly(numbers: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor,
     exponents, carrier = [-round(math.log2(abs(scale)))] * _parts_of(dtype), _parts_of(dtype) // 2
     if dtype == torch.float16:
         exponents = [min(exponent, 15) for exponent in (exponents[0] + 11, *exponents[1:])]
-    largest, rest, right = torch.finfo(dtype).max, numbers, list[Tensor]()
+    largest, rest = torch.finfo(dtype).max, numbers
+    right: list[Tensor] = []
     for place, exponent in enumerate(exponents):
         factor = scale * 2.0**exponent
         part = (rest if place == carrier else rest.detach()) / factor
