@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from attnflow.bias import tiled
+from attnflow.bias import fused, tiled
 from attnflow.bias.call import Allow, BiasedCall, make_call
 from attnflow.bias.terms import Additive, Offset, Term, per_head, wide
 from attnflow.masks.flex import block_mask_of_counts, mask_mod_of_bits, packed
@@ -26,12 +26,13 @@ from attnflow.masks.flex import block_mask_of_counts, mask_mod_of_bits, packed
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Backend = Literal["auto", "reference", "tiled", "flex"]
+Backend = Literal["auto", "reference", "fused", "tiled", "flex"]
 
-BACKENDS: Final = ("reference", "tiled", "flex")
+BACKENDS: Final = ("reference", "fused", "tiled", "flex")
 _BLOCK: Final = 128
 _LEAST: Final = 16  # width of a head below which FlexAttention does not compile for a GPU
 _FEW: Final = 1 << 14  # (query, key) pairs, for which there is nothing to gain over the reference
+_FEW_QUERIES: Final = 16  # for which copying the keys to widen them costs as much as attention
 _log: Final = logging.getLogger("attnflow.bias")
 _logged: Final[set[tuple[str, str]]] = set()
 
@@ -69,9 +70,10 @@ def attention(
         softcap: if set, scores become softcap * tanh(score / softcap) before the bias.
         sinks: one score per head that takes weight but has no value.
         dropout: the probability of dropping a weight.
-        backend: "reference" (plain PyTorch, holds every pair), "tiled" (memory-bounded), "flex" (compiled
-            FlexAttention), or "auto": the reference for a few pairs, otherwise tiles. FlexAttention is never chosen
-            unasked: on an H100 its backward pass did not fit the kernel's memory for some biases.
+        backend: "reference" (plain PyTorch, holds every pair), "fused" (torch's fused attention, for terms that have
+            `factors`), "tiled" (memory-bounded, any term), "flex" (compiled FlexAttention), or "auto": the reference
+            for a few pairs, otherwise fused attention where it can compute the call, and tiles where not.
+            FlexAttention is never chosen unasked: on an H100 its backward pass did not fit for some biases.
         need_weights: also return the post-softmax weights; only "reference" has them.
 
     Returns:
@@ -144,15 +146,21 @@ def compute(call: BiasedCall, backend: str, need_weights: bool = False) -> tuple
     if name == "reference":
         output, weights = reference(call)
         return output, weights if need_weights else None
-    return tiled.run(call) if name == "tiled" else run_flex(call), None
+    return {"fused": fused.run, "tiled": tiled.run, "flex": run_flex}[name](call), None
 
 
 def choose(call: BiasedCall, backend: str, need_weights: bool = False) -> str:
-    """The backend that computes a call: the named one, or by "auto" the reference for a few pairs, otherwise tiles."""
+    """The backend of a call: the named one, or by "auto" the reference for a few pairs, then "fused", then "tiled"."""
     if backend == "auto":
-        few = call.query.shape[0] * call.query.shape[2] * call.key.shape[2] <= _FEW
-        name = "reference" if need_weights or few or refusal(call, "tiled") is not None else "tiled"
-        if (choice := (name, call.query.device.type)) not in _logged and not torch.compiler.is_compiling():
+        queries, few = call.query.shape[2], call.query.shape[0] * call.query.shape[2] * call.key.shape[2] <= _FEW
+        name = "reference"
+        if not (need_weights or few):
+            able = (n for n in ("fused", "tiled") if n == "tiled" or queries >= _FEW_QUERIES)
+            name = next((n for n in able if refusal(call, n) is None), "reference")
+        if (
+            not torch.compiler.is_compiling()
+            and (choice := (labelled(call, name), call.query.device.type)) not in _logged
+        ):
             _logged.add(choice)
             _log.info("attention with a bias runs with %r on %s", *choice)
         return name
@@ -166,11 +174,19 @@ def choose(call: BiasedCall, backend: str, need_weights: bool = False) -> str:
     return backend
 
 
+def labelled(call: BiasedCall, name: str) -> str:
+    """The backend that computes a call, with the reason if it is tiles and not fused attention."""
+    reason = refusal(call, "fused") if name == "tiled" else None
+    return name if reason is None else f"{name}: {reason}"
+
+
 def refusal(call: BiasedCall, name: str) -> str | None:
     """Why a backend cannot compute a call, or None; the reference computes every call."""
     query, value = call.query, call.value
     if name == "tiled" and torch.compiler.is_compiling():
         return "its blocks follow the values of the mask, which torch.compile cannot trace"
+    if name == "fused":
+        return fused.refusal(call)
     if name != "flex":
         return None
     if query.device.type not in ("cpu", "cuda"):

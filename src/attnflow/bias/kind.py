@@ -111,7 +111,7 @@ class LayerBias(nn.Module):
         self.shape = shape
         # Names of the vectors that the summands read.
         self.references = frozenset("unrotated" if name == "per_head" else name for name in references)
-        self.backend = backend
+        self.backend, self.ran = backend, ""  # what was asked for, and what computed the last call
         self.enabled = True  # whether attention uses it
         # Called with every attention call, before it runs; the call is without our terms while the bias is disabled.
         self.observer: Callable[[BiasedCall], None] | None = None

@@ -56,13 +56,7 @@ class Tiles:
         elif type(term) is Dense:
             _add(sums[0][:, :, rows, columns], gradient)
         elif type(term) is Offset:
-            bucket = term.buckets(rows, columns)
-            gradient = gradient.to(sums[0].dtype).sum_to_size((len(bucket), *gradient.shape[1:]))
-            for total, part in zip(sums[0], gradient.unbind(dim=1), strict=True):
-                if total.is_cuda:  # each device has one of these that adds in a fixed order
-                    total.index_put_((bucket,), part, accumulate=True)
-                else:
-                    total.index_add_(0, bucket.flatten(), part.flatten())
+            sums[0].add_(term.to_table(rows, columns, gradient.to(sums[0].dtype)))
         else:  # its tile is computed again
             tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in term.tensors().values()]
             places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]

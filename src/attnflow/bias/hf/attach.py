@@ -67,6 +67,14 @@ class BiasHandle(Handle):
         for _, bias in layer_biases(self.model):
             bias.enabled = value
 
+    @property
+    def backend(self) -> dict[str, str]:
+        """What computed the last call of each layer with its bias, or ""; for tiles, why fused attention could not.
+
+        A bias of zero that is not trained runs nothing, and a compiled graph does not say.
+        """
+        return {path.rpartition(".")[0]: bias.ran for path, bias in layer_biases(self.model)}
+
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the bias added, which guidance-only training optimises."""
         return [parameter for _, bias in layer_biases(self.model) for parameter in bias.parameters()]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.bias.attention import bias_of, compute
+from attnflow.bias.attention import bias_of, choose, compute, labelled
 from attnflow.bias.call import Allow, BiasedCall, make_call
 from attnflow.bias.config import Vectors
 from attnflow.bias.hf.cache import extend, new_slots
@@ -49,7 +49,10 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
     # Eager attention also returns weights, which only the reference holds.
     need_weights = call.implementation == "eager" and bias.backend in ("auto", "reference")
     with torch.autocast(call.query.device.type, enabled=False):  # scores are summed in float32 whatever surrounds them
-        output, weights = compute(biased_call, bias.backend, need_weights)
+        name = choose(biased_call, bias.backend, need_weights)
+        if not torch.compiler.is_compiling():
+            bias.ran = labelled(biased_call, name)
+        output, weights = compute(biased_call, name, need_weights)
     output = output.transpose(1, 2).contiguous()
     weights = weights.to(call.query.dtype) if need_weights and weights is not None else None
     if zero and not biased_call.dropout:
@@ -148,8 +151,9 @@ def _relation_of(call: AttentionCall) -> tuple[Allow, Dense | None]:
             return (torch.arange(keys, device=device) <= last)[None, None]
 
         if torch.compiler.is_compiling():
-            return Allow(rows, queries, keys), None
-        return _causal.setdefault((queries, keys, str(device)), Allow(rows, queries, keys)), None
+            return Allow(rows, queries, keys, causal=True), None
+        relation = Allow(rows, queries, keys, causal=True)
+        return _causal.setdefault((queries, keys, str(device)), relation), None
     # Of the caller's making, who may change it in place; or of a compiler, which makes each once
     if call.request is None or call.narrowed or torch.compiler.is_compiling():
         return _masked(call)
