@@ -1,0 +1,159 @@
+"""One number a pair through the memory-efficient operator, whose place a definition in plain PyTorch takes here.
+
+The operator itself runs on CUDA only (`test_on_a_gpu`). Its stand-in keeps what the path must respect: rows of the
+log-sum-exp padded to 32, and gradients of the bias that are not written where the causal flag skips pairs.
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from attnflow import masks
+from attnflow.bias import dense
+from attnflow.bias.call import Allow
+from attnflow.bias.terms import Dense
+from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64
+
+EVERY = slice(0, None)
+
+
+def scores(query, key, bias, causal, scale):
+    score = query.float() @ key.float().mT * scale + bias.float()
+    allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+    return score.masked_fill(~allowed.tril(), -torch.inf) if causal else score
+
+
+def forward(query, key, value, bias, needs_lse, dropout, causal, *, scale):
+    assert bias.dtype == query.dtype == key.dtype == value.dtype
+    assert bias.shape == (*query.shape[:3], key.shape[2])
+    assert bias.stride(2) * bias.itemsize % 16 == 0
+    assert dropout == 0.0
+    score = scores(query, key, bias, causal, scale)
+    lse = torch.nn.functional.pad(score.logsumexp(dim=-1), (0, -query.shape[2] % 32), value=torch.inf)
+    output = (score.softmax(dim=-1).to(value.dtype).float() @ value.float()).to(value.dtype)
+    return output.transpose(1, 2).contiguous().transpose(1, 2), lse if needs_lse else lse[..., :0], *torch.zeros(2)
+
+
+def backward(upstream, query, key, value, bias, output, lse, _, __, dropout, needs, causal, *, scale):
+    queries = query.shape[2]
+    assert lse.shape[2] == queries + -queries % 32
+    weights = (scores(query, key, bias, causal, scale) - lse[..., :queries, None]).exp()
+    along = (upstream.float() * output.float()).sum(dim=-1, keepdim=True)
+    to_scores = weights * (upstream.float() @ value.float().mT - along)
+    low = to_scores.to(query.dtype).float()
+    parts = low @ key.float() * scale, low.mT @ query.float() * scale
+    to_value = weights.to(value.dtype).float().mT @ upstream.float()
+    if causal:
+        to_scores[..., ~torch.ones(to_scores.shape[2:], dtype=torch.bool).tril()] = torch.nan
+    return *(p.to(query.dtype) for p in (*parts, to_value)), to_scores.to(query.dtype) if needs[3] else None
+
+
+@pytest.fixture(autouse=True)
+def definition(monkeypatch):
+    monkeypatch.setattr(dense, "_forward", forward)
+    monkeypatch.setattr(dense, "_backward", backward)
+    monkeypatch.setattr(dense, "_guidance", lambda term, _: Dense(term.tile(EVERY, EVERY)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", TERMS)
+def test_values_and_gradients(kind, mask, dtype):
+    check_against_float64(Case(terms=((kind, "one"),), mask=mask, dtype=dtype), dense.run, rounded_bias=True)
+
+
+@pytest.mark.parametrize("maps", ["one", "kv", "heads"])
+@pytest.mark.parametrize("ratio", [1, 3])
+def test_grouped_queries_and_several_terms(ratio, maps):
+    terms = (("guidance", maps), ("dense", "one"), ("additive", "kv"))
+    for mask in ("causal", "holes"):
+        case = Case(terms=terms, num_heads=2 * ratio, num_kv_heads=2, mask=mask, value_dim=8)
+        check_against_float64(case, dense.run, rounded_bias=True)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", [(1, 40), (300, 300), (150, 300)], ids=str)
+def test_the_gradient_of_the_bias_by_blocks_of_queries(sizes, mask, monkeypatch):
+    monkeypatch.setattr(dense, "_MAPS", 1)
+    queries, keys = sizes
+    case = Case((("dense", "one"),), mask, queries=queries, keys=keys, batch=1, num_heads=2, num_kv_heads=1, head_dim=8)
+    check_against_float64(case, dense.run, rounded_bias=True)
+
+
+@pytest.mark.parametrize("mask", ["everything", "causal", "holes", "heads"])
+def test_sinks(mask):
+    """The row's maximum is taken from the bias first, so the sinks must follow it."""
+    case = Case((("dense", "one"), ("offset", "heads")), mask, sinks=True, scale=0.7)
+    check_against_float64(case, dense.run, rounded_bias=True)
+
+
+def test_a_large_bias_is_as_exact_as_a_small_one():
+    """In 16 bits a number near -153 is off by 0.5; less its row's maximum, it is not."""
+    call = Case((("dense", "one"),), dtype=torch.bfloat16).build()
+    moved = replace(call, terms=(Dense(call.terms[0].values - 153.0),))
+    check_against_float64(moved, dense.run, rounded_bias=True)
+    torch.testing.assert_close(dense.run(moved), dense.run(call), atol=2e-2, rtol=0)
+
+
+def test_gradients_that_nobody_asks_for_are_not_computed(monkeypatch):
+    needs = []
+    monkeypatch.setattr(dense, "_backward", lambda *args, **kwargs: needs.append(args[10]) or backward(*args, **kwargs))
+    call, leaves = cast(Case((("dense", "one"),)).build())
+    frozen = replace(call, terms=cast(call, requires_grad=False)[0].terms)
+    torch.autograd.grad(dense.run(frozen).sum(), [leaves["query"], leaves["key"], leaves["value"]])
+    torch.autograd.grad(dense.run(call).sum(), list(leaves.values()))
+    assert needs == [[True, True, True, False], [True] * 4]
+
+
+def test_a_relation_is_read_once():
+    relation = Allow.of(masks.causal(9), 9, 9, torch.device("cpu"))
+    form = dense.form_of(relation, torch.device("cpu"))
+    assert dense.form_of(relation, torch.device("cpu")) is form
+    assert form.causal
+    assert form.empty is None
+    assert not dense.form_of(replace(Case(mask="holes").build()).allow, torch.device("cpu")).causal
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "device"),
+    [
+        ({}, None, "cuda"),
+        ({"dtype": torch.float64}, "float64", "cuda"),
+        ({"head_dim": 12, "dtype": torch.bfloat16}, "multiples of 16 bytes", "cuda"),
+        ({"softcap": 2.0}, "soft cap", "cuda"),
+        ({"terms": ()}, "at least one term", "cuda"),
+        ({"queries": 0, "mask": "everything"}, "at least one term, query", "cuda"),
+        ({}, "on cpu", "cpu"),
+    ],
+    ids=str,
+)
+def test_what_it_refuses(options, reason, device):
+    call = Case(**{"terms": (("dense", "one"),), "mask": "everything"} | options).build()
+    mode = FakeTensorMode()  # only carries the name of the device
+    found = dense.refusal(
+        call.with_tensors([FakeTensor(mode, t.to("meta"), torch.device(device)) for t in call.tensors()])
+    )
+    assert (found is None) if reason is None else reason in found
+
+
+OPERATED = [{"sinks": True}, {"num_heads": 6, "queries": 1, "keys": 43}, {"mask": "heads"}, {"mask": "causal"}]
+
+
+@pytest.mark.parametrize("change", OPERATED, ids=str)
+def test_the_operator_of_pytorch_takes_what_it_is_given(change, monkeypatch):
+    """Shapes and types of a training step through the operator itself, on tensors without numbers."""
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # does not know such tensors
+    call = Case(**{"terms": (("dense", "one"),), "mask": "everything", "dtype": torch.bfloat16} | change).build()
+    mask = change.get("mask")
+    allowed = None if mask is None else call.allow.dense().to("meta")
+    form = dense.DenseForm(allowed, None, mask == "causal", needed=torch.empty(0))
+    monkeypatch.setattr(dense, "form_of", lambda *_: form)
+    leaves = [tensor.to("meta").requires_grad_() for tensor in call.tensors()]
+    output = dense.run(call.with_tensors(leaves))
+    gradients = torch.autograd.grad(output, leaves, torch.ones_like(output))
+    assert output.shape == (*call.query.shape[:3], call.value.shape[3])
+    assert [(t.shape, t.dtype) for t in gradients] == [(t.shape, t.dtype) for t in leaves]
