@@ -1,7 +1,6 @@
 """One number a pair through the memory-efficient operator, whose place a definition in plain PyTorch takes here.
 
-The operator itself runs on CUDA only (`test_on_a_gpu`). Its stand-in keeps what the path must respect: rows of the
-log-sum-exp padded to 32, and gradients of the bias that are not written where the causal flag skips pairs.
+The operator itself runs on CUDA only (`test_on_a_gpu`).
 """
 
 from contextlib import nullcontext
@@ -16,39 +15,9 @@ from attnflow.bias import dense
 from attnflow.bias.call import Allow
 from attnflow.bias.terms import Dense
 from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64
+from tests.bias.efficient import backward, forward
 
 EVERY = slice(0, None)
-
-
-def scores(query, key, bias, causal, scale):
-    score = query.float() @ key.float().mT * scale + bias.float()
-    allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
-    return score.masked_fill(~allowed.tril(), -torch.inf) if causal else score
-
-
-def forward(query, key, value, bias, needs_lse, dropout, causal, *, scale):
-    assert bias.dtype == query.dtype == key.dtype == value.dtype
-    assert bias.shape == (*query.shape[:3], key.shape[2])
-    assert bias.stride(2) * bias.itemsize % 16 == 0
-    assert dropout == 0.0
-    score = scores(query, key, bias, causal, scale)
-    lse = torch.nn.functional.pad(score.logsumexp(dim=-1), (0, -query.shape[2] % 32), value=torch.inf)
-    output = (score.softmax(dim=-1).to(value.dtype).float() @ value.float()).to(value.dtype)
-    return output.transpose(1, 2).contiguous().transpose(1, 2), lse if needs_lse else lse[..., :0], *torch.zeros(2)
-
-
-def backward(upstream, query, key, value, bias, output, lse, _, __, dropout, needs, causal, *, scale):
-    queries = query.shape[2]
-    assert lse.shape[2] == queries + -queries % 32
-    weights = (scores(query, key, bias, causal, scale) - lse[..., :queries, None]).exp()
-    along = (upstream.float() * output.float()).sum(dim=-1, keepdim=True)
-    to_scores = weights * (upstream.float() @ value.float().mT - along)
-    low = to_scores.to(query.dtype).float()
-    parts = low @ key.float() * scale, low.mT @ query.float() * scale
-    to_value = weights.to(value.dtype).float().mT @ upstream.float()
-    if causal:
-        to_scores[..., ~torch.ones(to_scores.shape[2:], dtype=torch.bool).tril()] = torch.nan
-    return *(p.to(query.dtype) for p in (*parts, to_value)), to_scores.to(query.dtype) if needs[3] else None
 
 
 @pytest.fixture(autouse=True)
@@ -157,3 +126,13 @@ def test_the_operator_of_pytorch_takes_what_it_is_given(change, monkeypatch):
     gradients = torch.autograd.grad(output, leaves, torch.ones_like(output))
     assert output.shape == (*call.query.shape[:3], call.value.shape[3])
     assert [(t.shape, t.dtype) for t in gradients] == [(t.shape, t.dtype) for t in leaves]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", TERMS)
+def test_on_a_gpu(kind, mask, dtype, monkeypatch):
+    monkeypatch.undo()
+    case = Case(terms=((kind, "kv"),), mask=mask, dtype=dtype, device="cuda", queries=150, keys=150)
+    check_against_float64(case, "dense", rounded_bias=True)

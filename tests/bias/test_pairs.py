@@ -72,9 +72,9 @@ def test_values_and_gradients_against_float64(interpreted):
 def steps():
     """A training step through the kernels and the definition of the operator: `check_against_float64` raises."""
     from attnflow.bias import dense
-    from tests.bias import test_dense
+    from tests.bias import efficient
 
-    dense._forward, dense._backward = test_dense.forward, test_dense.backward
+    dense._forward, dense._backward = efficient.forward, efficient.backward
     for mask in MASKS:
         case = Case((("guidance", "kv"), ("additive", "one")), mask, queries=37, keys=37, hidden=8, batch=1)
         check_against_float64(case, dense.run, rounded_bias=True)
