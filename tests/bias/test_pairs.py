@@ -31,7 +31,7 @@ def interpreted():
     code = """
 import json
 from tests.bias import test_pairs as t
-print(json.dumps({name: getattr(t, name)() for name in ("errors", "cancelling", "steps")}))
+print(json.dumps({name: getattr(t, name)() for name in ("errors", "cancelling", "steps", "registered")}))
 """
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["src", ".", *sys.path[1:]])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
@@ -101,6 +101,20 @@ def cancelling():
 def test_where_row_and_column_cancel_the_variance_stays_sane(interpreted):
     """Each side's own centring is rounded: 1e-3 of its size remains, at 6e-8."""
     assert interpreted["cancelling"] < 1e-4
+
+
+def registered():
+    """What PyTorch's own check says of the operator: schema, shapes without numbers, autograd, tracing."""
+    from attnflow.bias.pairs import blocks
+
+    term = Case(queries=3, keys=5, mask="everything", batch=1, hidden=8).build().terms[0]
+    tensors = [tensor.requires_grad_() for tensor in term.tensors().values()]
+    return torch.library.opcheck(torch.ops.attnflow.pairs.default, (*tensors, blocks(None, 3, 5)))
+
+
+@pytest.mark.slow
+def test_pytorch_finds_the_operator_well_registered(interpreted):
+    assert set(interpreted["registered"].values()) == {"SUCCESS"}
 
 
 @pytest.mark.slow

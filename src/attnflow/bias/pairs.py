@@ -154,6 +154,7 @@ def owned(hidden: int) -> tuple[int, int]:
 
 
 @torch.library.custom_op("attnflow::pairs", mutates_args=())
+@no_type_check  # torch reads the signature
 def pairs(
     rows: Tensor, columns: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, offset: Tensor, needed: Tensor
 ) -> Tensor:
@@ -172,6 +173,7 @@ def pairs(
 
 
 @torch.library.custom_op("attnflow::pairs_backward", mutates_args=())
+@no_type_check
 def pairs_backward(
     gradient: Tensor, rows: Tensor, columns: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, needed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
