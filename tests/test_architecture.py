@@ -15,7 +15,7 @@ SOURCE = ROOT / "src"
 ROOMS = sorted({path.parent.name for path in (SOURCE / "attnflow").glob("*/__init__.py")} - {"_core"})
 OPTIONAL = [
     *("transformers", "huggingface_hub", "accelerate", "matplotlib", "gguf", "lancedb"),
-    *("starlette", "uvicorn", "websockets"),
+    *("starlette", "uvicorn", "websockets", "triton"),
 ]
 WITHOUT_TRANSFORMERS = [
     "attnflow",

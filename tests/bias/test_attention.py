@@ -1,6 +1,7 @@
 """Terms pair by pair; `attention`: the choice of an implementation, and what holds whatever computes it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnflow import masks
-from attnflow.bias import attention
+from attnflow.bias import attention, dense
 from attnflow.bias.attention import choose
 from attnflow.bias.call import Allow
 from attnflow.bias.terms import diagonal_sums
-from tests.bias.cases import TERMS, Additive, Case, Dense, Offset, Term, make_call, outcome
+from tests.bias.cases import TERMS, Additive, Case, Dense, Guidance, Offset, Term, make_call, outcome
 
 BACKENDS = ["reference", "tiled"]
 
@@ -118,8 +119,24 @@ def on_cuda(dtype=torch.bfloat16, head_dim=32, needs_grad=False):
 def test_auto_on_cuda_never_compiles(needs_grad):
     call = on_cuda(needs_grad=needs_grad)
     assert choose(call, "auto") == "fused"
+    assert choose(replace(call, dropout=0.1), "auto") == choose(replace(call, softcap=2.0), "auto") == "tiled"
+    assert choose(on_cuda(torch.float64), "auto") == "tiled"
     assert choose(call, "flex") == "flex"
     assert choose(call, "auto", need_weights=True) == "reference"
+
+
+def test_auto_on_cuda_takes_tiles_without_triton_or_memory_for_a_map(monkeypatch):
+    call = on_cuda()
+    with FakeTensorMode():
+        shapes = (1, 1, 256, 8), (1, 1, 256, 8), (1, 8), (1, 8), (1, 8), (1,)
+        guidance = replace(call, terms=(Guidance(*(torch.empty(shape, device="cuda") for shape in shapes)),))
+    for found, name in ((True, "dense"), (False, "tiled")):
+        monkeypatch.setattr(dense, "_TRITON", found)
+        assert choose(guidance, "auto") == name
+        assert choose(call, "auto") == "dense"
+    monkeypatch.setattr(dense, "_MOST", 256 * 256 - 1)
+    assert choose(call, "auto") == "tiled"
+    assert choose(call, "dense") == "dense"
 
 
 @pytest.mark.parametrize("n", [1, 5, 700])

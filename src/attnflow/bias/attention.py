@@ -1,9 +1,8 @@
 """`attention`: scaled dot-product attention with a bias, defined in plain PyTorch, and its backends.
 
-On GPUs that is compiled FlexAttention with a captured bias: `Additive` and `Offset` are captured as vectors and looked
-up in the score function, other terms are materialised by `term.tile`, one number per pair. The gradient of a captured
-tensor goes through atomic additions, so that two runs may differ in the last bits. On the CPU, FlexAttention has no
-backward pass.
+FlexAttention captures `Additive` and `Offset` as vectors and looks them up in the score function; other terms are
+materialised by `term.tile`, one number per pair. The gradient of a captured tensor goes through atomic additions, so
+that two runs may differ in the last bits. On the CPU, FlexAttention has no backward pass.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from attnflow.bias import fused, tiled
+from attnflow.bias import dense, fused, tiled
 from attnflow.bias.call import Allow, BiasedCall, make_call
-from attnflow.bias.terms import Additive, Offset, Term, per_head, wide
+from attnflow.bias.terms import Additive, Offset, Term, bias_of, wide
 from attnflow.masks.flex import block_mask_of_counts, mask_mod_of_bits, packed
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Backend = Literal["auto", "reference", "fused", "tiled", "flex"]
+Backend = Literal["auto", "reference", "fused", "tiled", "dense", "flex"]
 
-BACKENDS: Final = ("reference", "fused", "tiled", "flex")
+BACKENDS: Final = ("reference", "fused", "tiled", "dense", "flex")
 _BLOCK: Final = 128
 _LEAST: Final = 16  # width of a head below which FlexAttention does not compile for a GPU
 _FEW: Final = 1 << 14  # (query, key) pairs, for which there is nothing to gain over the reference
@@ -71,8 +70,9 @@ def attention(
         sinks: one score per head that takes weight but has no value.
         dropout: the probability of dropping a weight.
         backend: "reference" (plain PyTorch, holds every pair), "fused" (torch's fused attention, for terms that have
-            `factors`), "tiled" (memory-bounded, any term), "flex" (compiled FlexAttention), or "auto": the reference
-            for a few pairs, otherwise fused attention where it can compute the call, and tiles where not.
+            `factors`), "tiled" (memory-bounded, any term), "dense" (on CUDA, one number a pair and the memory-efficient
+            operator), "flex" (compiled FlexAttention), or "auto": the reference for a few pairs, otherwise fused
+            attention where it can compute the call, then dense on CUDA if its numbers take at most 256 MB, then tiles.
             FlexAttention is never chosen unasked: on an H100 its backward pass did not fit for some biases.
         need_weights: also return the post-softmax weights; only "reference" has them.
 
@@ -91,17 +91,6 @@ def attention(
               [0., 1.]]]])
     """
     return compute(make_call(query, key, value, terms, mask, scale, softcap, sinks, dropout), backend, need_weights)
-
-
-def bias_of(terms: tuple[Term, ...], num_heads: int, rows: slice, columns: slice) -> Tensor | None:
-    """The sum of terms for a block of pairs, [batch or 1, heads or 1, queries, keys], or None without terms."""
-    tiles = [term.tile(rows, columns) for term in terms]
-    if not tiles:
-        return None
-    if all(tile.shape[1] == tiles[0].shape[1] for tile in tiles):
-        total = sum(tiles[1:], start=tiles[0])
-        return total if total.shape[1] == 1 else per_head(total, num_heads)
-    return sum((per_head(tile, num_heads) for tile in tiles[1:]), start=per_head(tiles[0], num_heads))
 
 
 def weights_of(call: BiasedCall) -> Float[Tensor, "batch heads queries keys"]:
@@ -146,17 +135,17 @@ def compute(call: BiasedCall, backend: str, need_weights: bool = False) -> tuple
     if name == "reference":
         output, weights = reference(call)
         return output, weights if need_weights else None
-    return {"fused": fused.run, "tiled": tiled.run, "flex": run_flex}[name](call), None
+    runs = {"fused": fused.run, "tiled": tiled.run, "dense": dense.run, "flex": run_flex}
+    return runs[name](call), None
 
 
 def choose(call: BiasedCall, backend: str, need_weights: bool = False) -> str:
-    """The backend of a call: the named one, or by "auto" the reference for a few pairs, then "fused", then "tiled"."""
+    """The backend of a call: the named one, or by "auto" the reference for a few pairs, then the first that can."""
     if backend == "auto":
         queries, few = call.query.shape[2], call.query.shape[0] * call.query.shape[2] * call.key.shape[2] <= _FEW
-        name = "reference"
-        if not (need_weights or few):
-            able = (n for n in ("fused", "tiled") if n == "tiled" or queries >= _FEW_QUERIES)
-            name = next((n for n in able if refusal(call, n) is None), "reference")
+        paths = {"fused": queries >= _FEW_QUERIES, "dense": dense.fits(call), "tiled": True}
+        able = [] if need_weights or few else [path for path, tried in paths.items() if tried]
+        name = next((path for path in able if refusal(call, path) is None), "reference")
         if (
             not torch.compiler.is_compiling()
             and (choice := (labelled(call, name), call.query.device.type)) not in _logged
@@ -185,8 +174,8 @@ def refusal(call: BiasedCall, name: str) -> str | None:
     query, value = call.query, call.value
     if name == "tiled" and torch.compiler.is_compiling():
         return "its blocks follow the values of the mask, which torch.compile cannot trace"
-    if name == "fused":
-        return fused.refusal(call)
+    if name in ("fused", "dense"):
+        return {"fused": fused, "dense": dense}[name].refusal(call)
     if name != "flex":
         return None
     if query.device.type not in ("cpu", "cuda"):
@@ -216,9 +205,16 @@ def run_flex(call: BiasedCall) -> Tensor:
         block_mask=blocks,
         scale=call.scale,
         enable_gqa=call.heads_per_kv > 1,
+        kernel_options=kernel_options(call),
     )
     output = output if empty is None else output.masked_fill(empty, 0.0)
     return output.to(call.value.dtype)
+
+
+def kernel_options(call: BiasedCall) -> dict[str, int]:
+    """What FlexAttention's kernels need: with three stages, the gradient of a map asks for 262,144 bytes of 232,448."""
+    learns = torch.is_grad_enabled() and any(t.requires_grad for term in call.terms for t in term.tensors().values())
+    return {"bwd_num_stages": 2} if learns and call.query.device.type == "cuda" else {}
 
 
 def score_mod(call: BiasedCall) -> ScoreMod:

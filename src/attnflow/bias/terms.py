@@ -265,3 +265,14 @@ def per_head(tile: Float[Tensor, "batch groups queries keys"], num_heads: int) -
     if groups == 1:
         return tile.expand(-1, num_heads, -1, -1)
     return tile if groups == num_heads else tile.repeat_interleave(num_heads // groups, dim=1)
+
+
+def bias_of(terms: tuple[Term, ...], num_heads: int, rows: slice, columns: slice) -> Tensor | None:
+    """The sum of terms for a block of pairs, [batch or 1, heads or 1, queries, keys], or None without terms."""
+    tiles = [term.tile(rows, columns) for term in terms]
+    if not tiles:
+        return None
+    if all(tile.shape[1] == tiles[0].shape[1] for tile in tiles):
+        total = sum(tiles[1:], start=tiles[0])
+        return total if total.shape[1] == 1 else per_head(total, num_heads)
+    return sum((per_head(tile, num_heads) for tile in tiles[1:]), start=per_head(tiles[0], num_heads))
