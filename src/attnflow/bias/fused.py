@@ -26,6 +26,7 @@ _ROWS: Final = 128  # queries of a block
 _LEAST_COLUMNS: Final = 16  # that are worth it on heads of any width
 _FLASH: Final = (8, 0)
 _aten: Final = torch.ops.aten
+Tensors = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,16 @@ class Operators:
     """The fused operators of a kind of device, and what they take.
 
     Attributes:
-        forward: (query, key, value, part, table, scale) -> (output, log-sum-exp in float32 or wider, what backward
+        forward: (query, key and value, part, table, scale) -> (output, log-sum-exp in float32 or wider, what backward
             needs besides).
-        backward: (gradient, query, key, value, output, log-sum-exp, rest, part, table, scale) -> the three gradients.
+        backward: (gradient, query, key and value, output and log-sum-exp, rest, part, table, scale) -> three gradients.
         parts: makes the parts of a mask, or says why it has none.
         widest: the widest head.
         share: columns that cost less than tiles, over the width of a head.
     """
 
-    forward: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[..., tuple[Tensor, Tensor, Tensors]]
+    backward: Callable[..., Tensors]
     parts: Callable[[Allow], list[Part] | str]
     dtypes: tuple[torch.dtype, ...]
     widest: int
@@ -138,27 +139,18 @@ class _Fused(torch.autograd.Function):
     """Keeps its inputs and its output as saved tensors, so that checkpointing and offloading work."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        allow: Allow,
-        parts: list[Part],
-        scale: float,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        *unseen: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, allow: Allow, parts: list[Part], scale: float, *tensors: Tensor) -> Tensor:
+        query, key, value, sinks, *unseen = cast("tuple[Any, ...]", tensors)  # without sinks they are None
         operators, rest = OPERATORS[query.device.type], ()
         if _is_whole(parts, query, key):
-            output, sums, rest = operators.forward(query, key, value, parts[0], None, scale)
+            output, sums, rest = operators.forward((query, key, value), parts[0], None, scale)
         else:
             output = query.new_zeros(query.shape)
             sums = query.new_zeros(query.shape[:3], dtype=wide(query).dtype)
             for part in parts:
                 i, j = part.rows, part.columns
                 block = query[:, :, i], key[:, :, j], value[:, :, j]
-                output[:, :, i], sums[:, :, i], _ = operators.forward(*block, part, _table(allow, part, query), scale)
+                output[:, :, i], sums[:, :, i], _ = operators.forward(block, part, _table(allow, part, query), scale)
         if sinks is not None:
             output = (wide(output) * torch.sigmoid(sums - sinks)[..., None]).to(output.dtype)
             sums = torch.logaddexp(sums, sinks.to(sums.dtype))
@@ -177,7 +169,7 @@ class _Fused(torch.autograd.Function):
         if sinks is not None:
             to_sinks = -torch.exp(sinks - sums) * (wide(gradient) * wide(output)).sum(dim=-1)
         if _is_whole(ctx.parts, query, key):
-            given = gradient, query, key, value, output, sums, rest, ctx.parts[0], None, ctx.scale
+            given = gradient, (query, key, value), (output, sums), rest, ctx.parts[0], None, ctx.scale
             to_query, to_key, to_value = operators.backward(*given)
         else:
             to_query, to_key, to_value = (
@@ -187,9 +179,9 @@ class _Fused(torch.autograd.Function):
             )
             for part in ctx.parts:
                 i, j = part.rows, part.columns
-                block = gradient[:, :, i], query[:, :, i], key[:, :, j], value[:, :, j], output[:, :, i], sums[:, :, i]
-                table = _table(ctx.allow, part, query)
-                to_query[:, :, i], keys, values = operators.backward(*block, (), part, table, ctx.scale)
+                block = (query[:, :, i], key[:, :, j], value[:, :, j]), (output[:, :, i], sums[:, :, i])
+                given = gradient[:, :, i], *block, (), part, _table(ctx.allow, part, query), ctx.scale
+                to_query[:, :, i], keys, values = operators.backward(*given)
                 to_key[:, :, j] += keys
                 to_value[:, :, j] += values
         unseen = [torch.zeros_like(tensor, device=query.device) for tensor in ctx.unseen]
@@ -234,26 +226,15 @@ def _blocks(allow: Allow) -> list[Part]:
     return [whole] if everything else parts
 
 
-def _on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, part: Part, table: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+def _on_cpu(inputs: Tensors, part: Part, table: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensors]:
     operator = _aten._scaled_dot_product_flash_attention_for_cpu
-    return *operator(query, key, value, 0.0, part.causal, attn_mask=table, scale=scale), ()
+    return *operator(*inputs, 0.0, part.causal, attn_mask=table, scale=scale), ()
 
 
 def _back_on_cpu(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    sums: Tensor,
-    rest: Sequence[Tensor],
-    part: Part,
-    table: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    given = gradient.contiguous(), query, key, value, output.contiguous(), sums.contiguous(), 0.0, part.causal
+    gradient: Tensor, inputs: Tensors, outputs: Tensors, rest: Tensors, part: Part, table: Tensor | None, scale: float
+) -> Tensors:
+    given = gradient.contiguous(), *inputs, *(tensor.contiguous() for tensor in outputs), 0.0, part.causal
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, attn_mask=table, scale=scale)
 
 
@@ -302,38 +283,25 @@ def _first_keys(allow: Allow) -> Tensor | None:
 _flash_attention: Final = _aten._flash_attention_forward, _aten._flash_attention_backward
 
 
-def _on_cuda(
-    query: Tensor, key: Tensor, value: Tensor, part: Part, table: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-    mask, options = _flash_arguments(part, query, key, scale)
-    laid = (_laid(side, part) for side in (query, key, value))
-    output, sums, *rest = _flash_attention[0](*laid, *mask, False, **options)
+def _on_cuda(inputs: Tensors, part: Part, table: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensors]:
+    mask, options = _flash_arguments(part, inputs[0].shape, inputs[1].shape, scale)
+    output, sums, *rest = _flash_attention[0](*(_laid(side, part) for side in inputs), *mask, False, **options)
     if part.starts is not None:  # tokens of the batch end to end: [tokens, heads, width] and [heads, tokens]
-        batch = len(query), -1
+        batch = len(inputs[0]), -1
         output, sums = output.unflatten(0, batch), sums.unflatten(1, batch).transpose(0, 1)
     return output.transpose(1, 2), sums, rest[:2]
 
 
 def _back_on_cuda(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    sums: Tensor,
-    rest: Sequence[Tensor],
-    part: Part,
-    table: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    mask, options = _flash_arguments(part, query, key, scale)
-    laid = [_laid(side, part) for side in (gradient, query, key, value, output)]
+    gradient: Tensor, inputs: Tensors, outputs: Tensors, rest: Tensors, part: Part, table: Tensor | None, scale: float
+) -> Tensors:
+    (output, sums), (mask, options) = outputs, _flash_arguments(part, inputs[0].shape, inputs[1].shape, scale)
+    laid = [_laid(side, part) for side in (gradient, *inputs, output)]
     sums = sums.contiguous() if part.starts is None else sums.transpose(0, 1).flatten(1)
     gradients = _flash_attention[1](*laid, sums, *mask, *rest, **options)
     if part.starts is not None:
-        gradients = [side.unflatten(0, (len(query), -1)) for side in gradients]
-    to_query, to_key, to_value = (side.transpose(1, 2) for side in gradients)
-    return to_query, to_key, to_value
+        gradients = [side.unflatten(0, (len(gradient), -1)) for side in gradients]
+    return [side.transpose(1, 2) for side in gradients]
 
 
 def _laid(side: Tensor, part: Part) -> Tensor:
@@ -341,15 +309,17 @@ def _laid(side: Tensor, part: Part) -> Tensor:
     return side.transpose(1, 2) if part.starts is None else side.transpose(1, 2).flatten(0, 1)
 
 
-def _flash_arguments(part: Part, query: Tensor, key: Tensor, scale: float) -> tuple[tuple[object, ...], dict[str, Any]]:
+def _flash_arguments(
+    part: Part, query: torch.Size, key: torch.Size, scale: float
+) -> tuple[tuple[object, ...], dict[str, Any]]:
     """(starts and lengths of both sides, no dropout, causal), and the options."""
     options: dict[str, Any] = {"scale": scale}
     if part.window:
         options |= {"window_size_left": part.window - 1, "window_size_right": 0}
     if part.starts is None:
-        return (None, None, query.shape[2], key.shape[2], 0.0, part.causal), options
-    total = query.shape[0] * query.shape[2]  # the documents of one sequence may serve the whole batch
-    again = torch.arange(0, total, part.tokens, device=query.device, dtype=torch.int32)
+        return (None, None, query[2], key[2], 0.0, part.causal), options
+    total = query[0] * query[2]  # the documents of one sequence may serve the whole batch
+    again = torch.arange(0, total, part.tokens, device=part.starts.device, dtype=torch.int32)
     starts = functional.pad((again[:, None] + part.starts).flatten(), (0, 1), value=total)
     return (starts, starts, part.longest, part.longest, 0.0, part.causal), options
 
