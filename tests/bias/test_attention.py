@@ -133,10 +133,12 @@ def test_auto_on_cuda_takes_tiles_without_triton_or_memory_for_a_map(monkeypatch
     for found, name in ((True, "dense"), (False, "tiled")):
         monkeypatch.setattr(dense, "_TRITON", found)
         assert choose(guidance, "auto") == name
-        assert choose(call, "auto") == "dense"
+        assert choose(call, "auto") == "fused"
+        assert choose(call, "dense") == "dense"
+    monkeypatch.setattr(dense, "_TRITON", True)
     monkeypatch.setattr(dense, "_MOST", 256 * 256 - 1)
-    assert choose(call, "auto") == "tiled"
-    assert choose(call, "dense") == "dense"
+    assert choose(guidance, "auto") == "tiled"
+    assert choose(guidance, "dense") == "dense"
 
 
 @pytest.mark.parametrize("n", [1, 5, 700])
