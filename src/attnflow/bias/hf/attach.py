@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from inspect import signature
 from typing import Final, Literal, cast
@@ -51,6 +52,20 @@ class BiasHandle(Handle):
         self.loaded = False
         self._interception = interception
         self._frozen: list[nn.Parameter] = []
+        self._looking = model.register_forward_pre_hook(self._look)
+
+    def _look(self, model: nn.Module, args: object) -> None:
+        """Warn once if a pass trains the model, and nothing of its bias: PEFT freezes what was attached before it."""
+        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled() and self.active):
+            return
+        own = self.parameters()
+        if own and not any(p.requires_grad for p in own) and any(p.requires_grad for p in model.parameters()):
+            self._looking.remove()
+            warnings.warn(
+                "this pass trains the model, but every parameter of its bias is frozen, as get_peft_model leaves a bias "
+                "that was attached before it: attach it afterwards, or set requires_grad of handle.parameters()",
+                stacklevel=2,
+            )
 
     @property
     def enabled(self) -> bool:
@@ -91,6 +106,7 @@ class BiasHandle(Handle):
 
     def _restore(self) -> None:
         self._interception.remove(keep_changes=True)
+        self._looking.remove()
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         for path, bias in list(layer_biases(self.model)):
