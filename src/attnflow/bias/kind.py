@@ -124,12 +124,12 @@ class LayerBias(nn.Module):
         parts = [cast(BiasTerm, kind).columns(keys) for kind in self.kinds]
         batch = max(part.shape[0] for part in parts)
         self._widths = [part.shape[-1] for part in parts]
-        return torch.cat([part.expand(batch, -1, -1) for part in parts], dim=-1)
+        return parts[0] if len(parts) == 1 else torch.cat([part.expand(batch, -1, -1) for part in parts], dim=-1)
 
     def terms(
         self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None = None
     ) -> tuple[Term, ...]:
-        parts = columns.split(self._widths, dim=-1)
+        parts = (columns,) if len(self.kinds) == 1 else columns.split(self._widths, dim=-1)
         return tuple(
             cast(BiasTerm, kind).term(queries, part, slots) for kind, part in zip(self.kinds, parts, strict=True)
         )

@@ -26,6 +26,18 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def network(hidden: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, offset: Tensor | None = None) -> Tensor:
+    """w . GELU(LayerNorm(h)) + b of [batch, groups, ..., hidden] with parameters per group: [batch, groups, ...]."""
+    if len(weight) == 1:  # in three operators, which is what decoding waits for
+        normal = functional.layer_norm(hidden, hidden.shape[-1:], scale[0], shift[0], EPS)
+        return functional.linear(functional.gelu(normal), weight, offset).squeeze(-1)
+    normal = functional.layer_norm(hidden, hidden.shape[-1:], eps=EPS)
+    shape = (len(weight), *[1] * (hidden.ndim - 3))
+    scale, shift, weight = (parameter.view(*shape, -1) for parameter in (scale, shift, weight))
+    result = (functional.gelu(scale * normal + shift) * weight).sum(dim=-1)
+    return result if offset is None else result + offset.view(shape)
+
+
 @runtime_checkable
 class Term(Protocol):
     """One summand B of the pre-softmax score, as a function of (query, key).
@@ -108,10 +120,7 @@ class Guidance(_Tensors):
     def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
         """B for a block of pairs. Memory: queries * keys * hidden."""
         hidden = wide(self.rows)[:, :, rows, None, :] + wide(self.columns)[:, :, None, columns, :]
-        normal = functional.layer_norm(hidden, hidden.shape[-1:], eps=EPS)
-        scale, shift, weight, offset = map(wide, (self.scale, self.shift, self.weight, self.offset))
-        activated = functional.gelu(scale[:, None, None] * normal + shift[:, None, None])
-        return (activated * weight[:, None, None]).sum(dim=-1) + offset[:, None, None]
+        return network(hidden, *map(wide, (self.scale, self.shift, self.weight, self.offset)))
 
 
 @dataclass(frozen=True, eq=False)

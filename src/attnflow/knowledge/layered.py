@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
+from attnflow.knowledge.base import EntryColumns, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.reader import KnowledgeReader, LayerReading, Observer
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.store.source import EntrySource
@@ -212,11 +212,11 @@ class LayerEntries(nn.Module, LayerReader):
 
     @property
     def entries(self) -> Float[Tensor, "entries entry_dim"]:
-        return self.base.entries[self.base.rows(self.layer)]
+        return self.base.block(self.layer)
 
     @property
     def weight(self) -> Float[Tensor, "model_dim entries"]:
-        return self.entries[:, self.layout.value].T
+        return self.base.columns(self.layer).values.T
 
     @property
     def layout(self) -> EntryLayout:
@@ -269,13 +269,12 @@ class EntryValues(LayerEntries):
 
 def scores_of(
     hidden: Float[Tensor, "*tokens model_dim"],
-    entries: Float[Tensor, "entries entry_dim"],
-    layout: EntryLayout,
+    columns: EntryColumns,
     part: str,
     biased: bool,  # without a bias in the plain model, training leaves thresholds at 0, so that it can be saved as such
 ) -> Float[Tensor, "*tokens entries"]:
-    threshold = entries[:, layout.threshold(part)]
-    return functional.linear(hidden, entries[:, layout.key(part)], threshold if biased else threshold.detach())
+    threshold = columns.thresholds[part]
+    return functional.linear(hidden, columns.keys[part], threshold if biased else threshold.detach())
 
 
 class EntryScores(nn.Module):
@@ -290,11 +289,12 @@ class EntryScores(nn.Module):
 
     @property  # some model code asks for its dtype
     def weight(self) -> Float[Tensor, "out model_dim"]:
-        return torch.cat([self.values.entries[:, self.values.layout.key(part)] for part in self.parts])
+        keys = self.values.base.columns(self.layer).keys
+        return torch.cat([keys[part] for part in self.parts])
 
     def forward(self, hidden: Float[Tensor, "*tokens model_dim"]) -> Float[Tensor, "*tokens entries"]:
-        entries, layout = self.values.entries, self.values.layout
-        scores = [scores_of(hidden, entries, layout, part, self.biased) for part in self.parts]
+        columns = self.values.base.columns(self.layer)
+        scores = [scores_of(hidden, columns, part, self.biased) for part in self.parts]
         if self.values.observer is not None:
             self.values.scored.update(zip(self.parts, (score.detach() for score in scores), strict=True))
         return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
@@ -346,7 +346,7 @@ class ExpertEntries(LayerEntries):
 
     def _routed(self, hidden: Tensor, index: Tensor | None = None, routing: Tensor | None = None) -> Iterator[_Routed]:
         """Yield each expert with the tokens that chose it; without an `index` every expert has all tokens, times r."""
-        number, tokens, layout = self.form.num_experts, hidden.flatten(0, -2), self.layout
+        number, tokens = self.form.num_experts, hidden.flatten(0, -2)
         if self.form.sorted or index is None or routing is None:
             blocks = tokens.unflatten(0, (number, -1))
             rows = torch.arange(blocks.shape[1], device=hidden.device)
@@ -355,13 +355,13 @@ class ExpertEntries(LayerEntries):
             index, shares = index.flatten(0, -2), routing.flatten(0, -2)
             parts = ((i, rows, at, shares[rows, at, None], tokens[rows]) for i, rows, at in by_expert(index, number))
         for expert, rows, places, share, inputs in parts:
-            entries = self.base.entries[self.base.rows(self.layer, expert)]
-            scores = [scores_of(inputs, entries, layout, part, self.biased) for part in layout.parts]
+            columns = self.base.columns(self.layer, expert)
+            scores = [scores_of(inputs, columns, part, self.biased) for part in self.layout.parts]
             yield _Routed(expert, rows, places, share, scores, self.form.weigh(self.own, scores))
 
     def _written(self, share: _Routed) -> Tensor:
         """Compute an expert's output before the router's weight."""
-        values = self.base.entries[self.base.rows(self.layer, share.expert), self.layout.value]
+        values = self.base.columns(self.layer, share.expert).values
         bias = self.form.output_bias(self.own)
         return functional.linear(share.weights, values.T, None if bias is None else bias[share.expert])
 

@@ -1,6 +1,7 @@
 """LoRA beside a bias: in either order, seen by the bias, merged and unloaded."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -97,10 +98,10 @@ def test_a_pass_that_trains_all_but_the_bias_warns_once():
     with torch.no_grad():
         adapted(ids)
     adapted.eval()(ids)
-    with pytest.warns(UserWarning, match="every parameter of its bias is frozen") as caught:
+    with pytest.warns(UserWarning, match="every parameter of its bias is frozen"):
         adapted.train()(ids)
+    with warnings.catch_warnings(action="error", category=UserWarning):
         adapted(ids)
-    assert sum("every parameter of its bias" in str(one.message) for one in caught) == 1
     with pytest.warns(UserWarning, match="every parameter of its bias is frozen"):  # a copy has a handle of its own
         lora(copied).train()(ids)
     handle.remove()

@@ -62,8 +62,8 @@ class BiasHandle(Handle):
         if own and not any(p.requires_grad for p in own) and any(p.requires_grad for p in model.parameters()):
             self._looking.remove()
             warnings.warn(
-                "this pass trains the model, but every parameter of its bias is frozen, as get_peft_model leaves a bias "
-                "that was attached before it: attach it afterwards, or set requires_grad of handle.parameters()",
+                "this pass trains the model, but every parameter of its bias is frozen, as get_peft_model leaves a "
+                "bias that was attached before it: attach it afterwards, or set requires_grad of handle.parameters()",
                 stacklevel=2,
             )
 
