@@ -324,10 +324,11 @@ def test_the_model_is_left_as_it_was():
     trace(modular_model, [5, 6])
     assert calls == []  # who counts what a model reads does not count this
     assert modular_model.readers()[0].observer == calls.append
+    hooks = [{**module._forward_hooks, **module._forward_pre_hooks} for module in model.modules()]
     trace(model, [5, 6])
     assert model.training
     assert all(module.training for module in model.modules())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert hooks == [{**module._forward_hooks, **module._forward_pre_hooks} for module in model.modules()]
 
 
 def test_no_contribution_of_every_token_and_entry_is_formed():
