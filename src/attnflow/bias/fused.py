@@ -139,7 +139,7 @@ class _Fused(torch.autograd.Function):
     """Keeps its inputs and its output as saved tensors, so that checkpointing and offloading work."""
 
     @staticmethod
-    def forward(ctx: Any, allow: Allow, parts: list[Part], scale: float, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, allow: Allow, parts: list[Part], scale: float, *tensors: Tensor | None) -> Tensor:
         query, key, value, sinks, *unseen = cast("tuple[Any, ...]", tensors)  # without sinks they are None
         operators, rest = OPERATORS[query.device.type], ()
         if _is_whole(parts, query, key):
