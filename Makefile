@@ -54,10 +54,10 @@ imports: $(ENV)  ## the direction of dependencies
 	$(call say,import-linter)
 	$(VENV)/bin/lint-imports --no-cache
 
-# `make test ROOM=masks` runs the tests and doctests of one room.
+# `make test ROOM=masks` runs the tests and doctests of one room. One file imports Triton, which not every machine has.
 ROOM ?=
 TESTED := $(if $(ROOM),tests/$(ROOM:_core=core) src/attnflow/$(ROOM),tests src/attnflow)
-QUICK := $(TESTED) --doctest-modules -m "not slow and not compiled" -n $(WORKERS) --dist worksteal
+QUICK := $(TESTED) --doctest-modules --doctest-ignore-import-errors -m "not slow and not compiled" -n $(WORKERS) --dist worksteal
 
 unit: $(ENV)  ## tests and doctests, without the slow ones
 	$(call say,tests)
