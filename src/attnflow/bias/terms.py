@@ -197,9 +197,10 @@ class Offset(_Tensors):
 
         None where positions do not go up by one, as in padded and packed batches: then diagonals mix distances.
         """
-        if torch.compiler.is_compiling() or self._step is None:  # a compiler does not know positions
-            return None
         (first, last), (left, right) = ((block.start or 0, block.stop) for block in (rows, columns))
+        # A compiler does not know positions, and one row of a decoded token has nothing to share.
+        if torch.compiler.is_compiling() or last - first == 1 or self._step is None:
+            return None
         return self._bucket_at(torch.arange(left - last + 1, right - first, device=self.table.device) + self._step)
 
     def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
