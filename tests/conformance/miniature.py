@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-LARGEST = 60_000_000  # parameters of a miniature, at most
+LARGEST = 70_000_000  # parameters of a miniature, at most
 VOCABULARY = 120
 LOWEST = 8  # the smallest id of an ordinary token: special ones lie below, or at the end of the vocabulary
 DEPTH = 2
@@ -36,6 +36,7 @@ KINDS = {
 _DEPTHS = [
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
     *("num_decoder_layers", "num_encoder_layers", "depth", "decoder_num_hidden_layers", "num_lstm_layers"),
+    "pred_num_hidden_layers",
 ]
 _SIZES: dict[str, int] = {
     **dict.fromkeys(
@@ -72,9 +73,13 @@ _SIZES: dict[str, int] = {
     "qk_head_dim": 32,
     "mm_tokens_per_image": 4,
     "rotary_dim": 8,
+    **dict.fromkeys(["fpn_hidden_size", "pred_hidden_size", "cross_hidden_size"], WIDTH),
+    **dict.fromkeys(["pred_num_attention_heads", "frames_per_clip", "latent_query_num"], 4),
     "image_size": 32,
     "patch_size": 8,
 }
+# How a configuration is shrunk, (narrow, further), until the class runs: the last is its default one.
+_ATTEMPTS = ((True, False), (True, True), (False, True), (False, False), None)
 
 
 def _each(names: str, **values: Any) -> dict[str, dict[str, Any]]:
@@ -177,7 +182,10 @@ _AGREEING: dict[str, dict[str, Any]] = {
         num_filters=2,
         depths=[1] * 7,
     ),
-    **_each("efficientnet align_vision_model", width_coefficient=0.5),
+    **_each("efficientnet align_vision_model", width_coefficient=0.5, hidden_dim=640),
+    **_each("align", projection_dim=160),
+    **_each("vits", vocab_size=VOCABULARY),
+    **_each("clvp_encoder clvp_decoder", hidden_size=2 * WIDTH, projection_dim=2 * WIDTH),  # rotary: at least 32
 }
 
 
@@ -236,9 +244,10 @@ def build(architecture: Architecture) -> PreTrainedModel:
         raise NotBuilt(_OTHERWISE[architecture.model_type])
     reasons: list[str] = []
     deaf: PreTrainedModel | None = None  # it is built, and answers nothing that was tried
-    for narrow in (True, False):
+    for attempt in _ATTEMPTS:
         try:
-            config = shrink(_config(cls, architecture), narrow)
+            config = _config(cls, architecture)
+            config = shrink(config, *attempt) if attempt else config
             if architecture.kind == "encoder" and getattr(config, "is_decoder", False):
                 config.is_decoder = False
             with torch.device("meta"):
@@ -305,9 +314,9 @@ def _config(cls: type[PreTrainedModel], architecture: Architecture) -> PreTraine
     return cast(PreTrainedConfig, config_class(**_REQUIRED.get(architecture.model_type, {})))
 
 
-def shrink(config: PreTrainedConfig, narrow: bool, **changes: object) -> PreTrainedConfig:
+def shrink(config: PreTrainedConfig, narrow: bool, further: bool = False, **changes: object) -> PreTrainedConfig:
     """The configuration made again with small values for the attributes that are named as sizes."""
-    small = _small(config, narrow) | _REQUIRED.get(config.model_type, {})
+    small = _small(config, narrow, further) | _REQUIRED.get(config.model_type, {})
     return type(config)(**(small | (_AGREEING.get(config.model_type, {}) if narrow else {}) | changes))
 
 
@@ -315,7 +324,7 @@ def small_config(kind: type[PreTrainedConfig], **changes: object) -> PreTrainedC
     return shrink(kind(**_REQUIRED.get(kind.model_type, {})), True, **changes)
 
 
-def _small(config: PreTrainedConfig, narrow: bool) -> dict[str, Any]:
+def _small(config: PreTrainedConfig, narrow: bool, further: bool) -> dict[str, Any]:
     values = vars(config)
     small: dict[str, Any] = {}
     depths = {value for name, value in values.items() if name in _DEPTHS and isinstance(value, int)}
@@ -324,13 +333,23 @@ def _small(config: PreTrainedConfig, narrow: bool) -> dict[str, Any]:
     depth = max([DEPTH, *map(len, kinds.values())])
     for name, value in values.items():
         if isinstance(value, PreTrainedConfig):
-            small[name] = shrink(value, narrow).to_dict()
+            small[name] = shrink(value, narrow, further).to_dict()
+        elif further and name == "depths":
+            small[name] = [min(layers, DEPTH) for layers in value]
+        elif further and narrow and name.endswith("heads") and isinstance(value, list | tuple):
+            small[name] = [4] * len(value)
+        elif further and narrow and name == "output_channels":
+            small[name] = WIDTH
+        elif further and not narrow and name.endswith(("image_size", "feature_sizes")):
+            small[name] = _eighth(value)
         elif name in kinds:
             small[name] = (kinds[name] * depth)[:depth]
         elif name in lists:
             small[name] = value[:depth]
         elif narrow and value is None and name in ("head_dim", "num_key_value_heads"):
             small[name] = {"head_dim": HEAD, "num_key_value_heads": 4}[name]
+        elif value is None and name in ("image_token_index", "video_token_index"):
+            small[name] = VOCABULARY - 1
         elif name == "image_grid_pinpoints":
             small[name] = [[32, 32], [32, 64]]
         elif narrow and name == "rope_parameters" and isinstance(value, dict):
@@ -351,6 +370,11 @@ def _small(config: PreTrainedConfig, narrow: bool) -> dict[str, Any]:
             4 if values["num_key_value_heads"] >= heads else min(2, values["num_key_value_heads"])
         )
     return small
+
+
+def _eighth(value: Any) -> Any:
+    """Of the sides of an image, and of what is made of it."""
+    return [_eighth(side) for side in value] if isinstance(value, list | tuple) else value and value // 8
 
 
 def _rotary(parameters: dict[str, Any]) -> dict[str, Any]:

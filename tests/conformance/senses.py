@@ -19,7 +19,7 @@ from tests.conformance.inputs import LENGTH, Inputs, ids, with_image
 from tests.conformance.miniature import NotBuilt
 
 ROWS = 2
-TRIES = 400  # forms of one class, at most
+TRIES = 2000  # forms of one class, at most
 # What is tried together, the fullest first; what a class demands beside it is added.
 _TOGETHER = [
     *(("input_ids", "pixel_values"), ("input_ids", "pixel_values_videos"), ("input_ids", "input_features")),
@@ -63,14 +63,19 @@ def _forms(model: PreTrainedModel) -> Iterator[Inputs]:
             yield {name: value.repeat(ROWS, *[1] * (value.dim() - 1)) for name, value in with_image(model).items()}
     options = _options(model)
     decoder = ["decoder_input_ids"] if "decoder_input_ids" in taken else []
-    for together in _TOGETHER:
+    for (start, stop), together in product(((0, 60), (60, 600)), _TOGETHER):
         names = list(dict.fromkeys([*together, *demanded, *decoder]))
         if not set(together) <= set(taken) or not names or set(names) & _NEVER or set(names) - set(options):
             continue
-        for chosen in islice(product(*(options[name] for name in names)), 60):
-            form = dict(zip(names, chosen, strict=True))
-            if "spatial_shapes" not in form or len(form["pixel_values"]) == ROWS:  # else one image stands for both
-                yield form
+        forms = (dict(zip(names, chosen, strict=True)) for chosen in product(*(options[name] for name in names)))
+        yield from islice(filter(_agree, forms), start, stop)
+
+
+def _agree(form: Inputs) -> bool:
+    """Whether masks are as long as what they mask, and no image stands for both rows."""
+    masks = {name: form[name[:-5]] for name in ("input_features_mask",) if name in form}
+    long = all(form[name].shape[1] in value.shape[1:] for name, value in masks.items())
+    return long and ("spatial_shapes" not in form or len(form["pixel_values"]) == ROWS)
 
 
 def _sizes(model: PreTrainedModel, *names: str) -> list[int]:
@@ -111,6 +116,7 @@ def _options(model: PreTrainedModel) -> dict[str, list[Any]]:
     cells = torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(ROWS, -1, -1)
     patches = [noise(ROWS * side * side, flat), noise(1, ROWS * side * side, flat), noise(ROWS, side * side, flat)]
     patches += [noise(ROWS * side * side, channels, patch, patch), noise(ROWS * side * side, 2 * flat)]
+    patches += [noise(ROWS * side * side, side // 2 * patch, side // 2 * patch, channels)]
     sounds = [noise(ROWS, mel, time) for time in (8 * LENGTH, 512, 3000, 256) for mel in mels]
     sounds += [noise(ROWS, time, mel) for time in (8 * LENGTH, 512) for mel in mels] + [
         noise(ROWS, 1, 1024, mel) for mel in mels
@@ -137,7 +143,7 @@ def _options(model: PreTrainedModel) -> dict[str, list[Any]]:
         "image_sizes": [torch.tensor([[size, size]] * ROWS) for size in sizes[:2]],
         "target_sizes": [grid[:, 1:].to(torch.int32)],
         "spatial_shapes": [grid[:, 1:]],
-        "pixel_attention_mask": [torch.ones(ROWS, side * side, dtype=torch.long)],
+        "pixel_attention_mask": [torch.ones(ROWS, side * side).long(), torch.ones(ROWS, 1).bool()],
         "pixel_position_ids": [cells],
         "flattened_patches": [torch.cat([1.0 + cells, noise(ROWS, side * side, width)], -1) for width in (flat, 768)],
         "input_points": [8 + 8 * torch.rand(ROWS, 1, 1, 2, generator=generator)],
@@ -160,6 +166,7 @@ def _options(model: PreTrainedModel) -> dict[str, list[Any]]:
             *(noise(ROWS, past, inputs)[..., 0] if lags != [0] else noise(ROWS, past, inputs),),
             *(noise(ROWS, past), noise(ROWS, 32)),
         ],
+        "past_values_padding": [torch.zeros(ROWS, past).long()],
         "past_time_features": [noise(ROWS, past, features)],
         "past_observed_mask": [torch.ones(ROWS, past)],
         "future_values": [noise(ROWS, ahead)],

@@ -355,7 +355,11 @@ def rows_beside(runner: Runner, name: str) -> list[Violation]:
     """The first output whose other rows, on either of its first axes, move with row 0 of another tower's input."""
     count, dtype = len(runner.inputs.kwargs[name]), runner.dtype
     value = runner.inputs.kwargs[name].clone()
-    value[0] = value[0].flip(-1) + (value.std() if value.is_floating_point() else 0)
+    if value.is_floating_point():  # whole numbers among others are places, such as the row and column of a patch
+        whole = value[0] == value[0].round()
+        value[0] = torch.where(whole & ~whole.all(), value[0], value[0].flip(-1) + value.std())
+    else:
+        value[0] = value[0].flip(-1)
     calls = runner.inputs, replace(runner.inputs, kwargs={**runner.inputs.kwargs, name: value})
     recordings = [runner.record(call.base) for call in calls]
     other, confirmed = rounding.other_precision(dtype), True
@@ -373,7 +377,7 @@ def rows_beside(runner: Runner, name: str) -> list[Violation]:
         turned = [tensor.transpose(0, 1) for tensor in tensors if tensor.ndim > 1]  # columns, or stacked layers
         changes: list[Tensor] = []
         for reading in (tensors, turned) if turned else (tensors,):
-            before, after, *others = (tensor.flatten(1)[:, None] for tensor in reading)
+            before, after, *others = (tensor[..., None].flatten(1)[:, None] for tensor in reading)
             change = rounding.row_change(after, before)[:, 0]
             leak = rounding.recurs(change[:, None], before, others[0], others[1], dtype)[:, 0]
             changes += [torch.where(leak, change, 0.0)[1:]] if len(change) == count else []
