@@ -112,6 +112,36 @@ class Mixed(nn.Module):
         return output + 0.1 * output.mean(0, keepdim=True)
 
 
+class Patches(nn.Module):
+    """Numbers at the place that the first one names, as Pix2Struct reads patches of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.values = nn.Embedding(4, 24), nn.Linear(5, 24)
+
+    def forward(self, rows):
+        return self.places(rows[:, 0].long()) + self.values(rows)
+
+
+PLACED = torch.cat([torch.arange(4.0)[:, None], torch.randn(4, 4)], 1)
+READ = {
+    "a number for each row": (nn.Linear(5, 24), torch.randn(4, 5)),
+    "places among numbers": (Patches(), PLACED),
+    "whole numbers alone": (nn.Linear(5, 24), PLACED.round()),
+}
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("name", READ)
+def test_rows_of_another_tower_by_what_it_reads(name, mixes):
+    tower, others = READ[name]
+    model = Towers(lambda states, text, other: (states, text @ other.T, other.sum(-1))).eval()
+    model.other = Mixed(tower) if mixes else tower
+    given = {"input_ids": tokens(3, LENGTH).clamp(max=VOCABULARY - 1), "others": others}
+    report = check(model, given, order=af.masks.causal(LENGTH))
+    assert [v.kind for v in report.violations] == ["batch"] * mixes, str(report)
+
+
 @pytest.mark.parametrize("images", [2, 3])
 @pytest.mark.parametrize("tower", ["text_projection", "visual_projection", "text_model.encoder.layers.1.mlp"])
 def test_rows_that_mix_in_a_tower_are_found(tower, images):

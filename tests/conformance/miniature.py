@@ -115,6 +115,8 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     **_each("xmod", default_language="en_XX"),
     **_each("qwen2_5_omni_thinker qwen3_omni_moe_thinker", vision_start_token_id=5),
     **_each("aria", projector_patch_to_query_dict={16: 4}),
+    **_each("lw_detr", projector_scale_factors=[1.0]),
+    **_each("uvdoc_backbone", out_features=[f"stage{stage}" for stage in range(1, 7)]),
     **_each("diffusion_gemma_text", num_experts=4, top_k_experts=2, moe_intermediate_size=32),
     "qwen4_exp_text": dict.fromkeys(["indexer_n_heads", "indexer_compress_ratio"], 2)
     | {"indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 8},
@@ -184,6 +186,9 @@ _AGREEING: dict[str, dict[str, Any]] = {
     ),
     **_each("efficientnet align_vision_model", width_coefficient=0.5, hidden_dim=640),
     **_each("align", projection_dim=160),
+    **_each("depth_pro", intermediate_hook_ids=[1, 0]),
+    "seggpt": {"image_size": [64, 32], "pretrain_image_size": 32, "num_hidden_layers": 4, "merge_index": 1}
+    | {"intermediate_hidden_state_indices": [2, 3]},
     **_each("vits", vocab_size=VOCABULARY),
     **_each("clvp_encoder clvp_decoder", hidden_size=2 * WIDTH, projection_dim=2 * WIDTH),  # rotary: at least 32
 }
@@ -191,7 +196,10 @@ _AGREEING: dict[str, dict[str, Any]] = {
 
 # What is run on text of one model alone cannot run these.
 _OTHERWISE = {
-    **dict.fromkeys(["d_fine", "pp_ocrv6_medium_det"], "its default configuration names no stages of its backbone"),
+    **dict.fromkeys(
+        ["d_fine", "pp_ocrv6_small_det", "pp_ocrv6_medium_det"],
+        "its default configuration names no stages of its backbone",
+    ),
     "gemma4_assistant": (continues := "it continues the states of another model, and reads no ids of its own"),
     "gemma4_unified_assistant": continues,
     "kyutai_speech_to_text": "its ids are those of text and of every codebook, [batch, positions, codebooks + 1]",
@@ -334,14 +342,8 @@ def _small(config: PreTrainedConfig, narrow: bool, further: bool) -> dict[str, A
     for name, value in values.items():
         if isinstance(value, PreTrainedConfig):
             small[name] = shrink(value, narrow, further).to_dict()
-        elif further and name == "depths":
-            small[name] = [min(layers, DEPTH) for layers in value]
-        elif further and narrow and name.endswith("heads") and isinstance(value, list | tuple):
-            small[name] = [4] * len(value)
-        elif further and narrow and name == "output_channels":
-            small[name] = WIDTH
-        elif further and not narrow and name.endswith(("image_size", "feature_sizes")):
-            small[name] = _eighth(value)
+        elif further and (less := _less(name, value, narrow)) is not None:
+            small[name] = less
         elif name in kinds:
             small[name] = (kinds[name] * depth)[:depth]
         elif name in lists:
@@ -372,9 +374,19 @@ def _small(config: PreTrainedConfig, narrow: bool, further: bool) -> dict[str, A
     return small
 
 
-def _eighth(value: Any) -> Any:
-    """Of the sides of an image, and of what is made of it."""
-    return [_eighth(side) for side in value] if isinstance(value, list | tuple) else value and value // 8
+def _less(name: str, value: Any, narrow: bool) -> Any:
+    """What a stage has of layers and heads, or an eighth of the sides of a large image and its features."""
+    if name == "depths":
+        return [min(layers, DEPTH) for layers in value]
+    if narrow and name.endswith("heads") and isinstance(value, list | tuple):
+        return [4] * len(value)
+    if narrow:
+        return WIDTH if name == "output_channels" else None
+    sides = value if isinstance(value, list | tuple) else [value]
+    if name.endswith("feature_sizes"):
+        return [[side // 8 for side in sides] for sides in value]
+    large = name.endswith("image_size") and value is not None and max(sides) >= 512
+    return ([side // 8 for side in sides] if sides is value else value // 8) if large else None
 
 
 def _rotary(parameters: dict[str, Any]) -> dict[str, Any]:

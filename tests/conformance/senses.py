@@ -28,6 +28,7 @@ _TOGETHER = [
     ("states", "actions", "rewards", "returns_to_go", "timesteps", "attention_mask"),
     ("pixel_values", "input_points"),
     *(("pixel_values", "prompt_pixel_values", "prompt_masks"), ("query_embeds", "encoder_hidden_states")),
+    ("noise_embeds", "context_hidden_states", "use_cache"),
     ("state", "noise", "timestep", "input_ids", "pixel_values", "attention_mask", "pixel_attention_mask"),
     ("input_ids", "pixel_values", "image_embeds_position_mask"),
     ("input_ids", "pixel_values", "pixel_attention_mask", "spatial_shapes"),
@@ -51,13 +52,17 @@ def runs_on(model: PreTrainedModel) -> Inputs:
             return inputs
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0][:90])
+    if not reasons:
+        lacking = [name for name in _demanded(model) if name not in _options(model)]
+        asks = f"its forward asks for {lacking[0]}, an object that keeps a state and no tensor" if lacking else ""
+        raise NotBuilt(asks or "the class defines no forward of its own")
     few = list(dict.fromkeys(reasons))[:3]
     raise NotBuilt(f"none of {len(reasons)} forms of inputs runs: {' | '.join(few)}")
 
 
 def _forms(model: PreTrainedModel) -> Iterator[Inputs]:
     taken = inspect.signature(model.forward).parameters
-    demanded = [name for name, p in taken.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    demanded = _demanded(model)
     if {"input_ids", "pixel_values"} <= set(taken):
         with suppress(NotBuilt):
             yield {name: value.repeat(ROWS, *[1] * (value.dim() - 1)) for name, value in with_image(model).items()}
@@ -69,6 +74,11 @@ def _forms(model: PreTrainedModel) -> Iterator[Inputs]:
             continue
         forms = (dict(zip(names, chosen, strict=True)) for chosen in product(*(options[name] for name in names)))
         yield from islice(filter(_agree, forms), start, stop)
+
+
+def _demanded(model: PreTrainedModel) -> list[str]:
+    taken = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in taken if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def _agree(form: Inputs) -> bool:
@@ -183,6 +193,7 @@ def _options(model: PreTrainedModel) -> dict[str, list[Any]]:
         "noise": [noise(ROWS, 4, size) for size in _sizes(model, "max_action_dim")],
         "timestep": [torch.full((ROWS,), 0.5)],
         "fine": [True],
+        "use_cache": [True],
     }
 
 
