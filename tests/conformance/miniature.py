@@ -186,20 +186,17 @@ _AGREEING: dict[str, dict[str, Any]] = {
     ),
     **_each("efficientnet align_vision_model", width_coefficient=0.5, hidden_dim=640),
     **_each("align", projection_dim=160),
+    **_each("vits", vocab_size=VOCABULARY),
     **_each("depth_pro", intermediate_hook_ids=[1, 0]),
     "seggpt": {"image_size": [64, 32], "pretrain_image_size": 32, "num_hidden_layers": 4, "merge_index": 1}
     | {"intermediate_hidden_state_indices": [2, 3]},
-    **_each("vits", vocab_size=VOCABULARY),
     **_each("clvp_encoder clvp_decoder", hidden_size=2 * WIDTH, projection_dim=2 * WIDTH),  # rotary: at least 32
 }
 
 
 # What is run on text of one model alone cannot run these.
 _OTHERWISE = {
-    **dict.fromkeys(
-        ["d_fine", "pp_ocrv6_small_det", "pp_ocrv6_medium_det"],
-        "its default configuration names no stages of its backbone",
-    ),
+    **dict.fromkeys(["d_fine", "pp_ocrv6_small_det", "pp_ocrv6_medium_det"], "its default backbone names no stages"),
     "gemma4_assistant": (continues := "it continues the states of another model, and reads no ids of its own"),
     "gemma4_unified_assistant": continues,
     "kyutai_speech_to_text": "its ids are those of text and of every codebook, [batch, positions, codebooks + 1]",
@@ -382,11 +379,12 @@ def _less(name: str, value: Any, narrow: bool) -> Any:
         return [4] * len(value)
     if narrow:
         return WIDTH if name == "output_channels" else None
-    sides = value if isinstance(value, list | tuple) else [value]
     if name.endswith("feature_sizes"):
         return [[side // 8 for side in sides] for sides in value]
-    large = name.endswith("image_size") and value is not None and max(sides) >= 512
-    return ([side // 8 for side in sides] if sides is value else value // 8) if large else None
+    sides = value if isinstance(value, list | tuple) else [value]
+    if not value or not name.endswith("image_size") or max(sides) < 512:
+        return None
+    return [side // 8 for side in sides] if sides is value else value // 8
 
 
 def _rotary(parameters: dict[str, Any]) -> dict[str, Any]:

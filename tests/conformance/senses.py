@@ -44,6 +44,10 @@ _NEVER = {"labels", "encoder_outputs", "past_key_values", "inference_session", "
 
 def runs_on(model: PreTrainedModel) -> Inputs:
     """The first inputs of two rows that the model answers."""
+    if list(inspect.signature(model.forward).parameters) == ["input"]:
+        raise NotBuilt("the class defines no forward of its own")
+    if objects := [name for name in _demanded(model) if name in _NEVER]:
+        raise NotBuilt(f"its forward asks for {objects[0]}, an object that keeps a state, and no tensor")
     reasons: list[str] = []
     for inputs in islice(_forms(model), TRIES):
         try:
@@ -52,10 +56,6 @@ def runs_on(model: PreTrainedModel) -> Inputs:
             return inputs
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0][:90])
-    if not reasons:
-        lacking = [name for name in _demanded(model) if name not in _options(model)]
-        asks = f"its forward asks for {lacking[0]}, an object that keeps a state and no tensor" if lacking else ""
-        raise NotBuilt(asks or "the class defines no forward of its own")
     few = list(dict.fromkeys(reasons))[:3]
     raise NotBuilt(f"none of {len(reasons)} forms of inputs runs: {' | '.join(few)}")
 
@@ -82,10 +82,10 @@ def _demanded(model: PreTrainedModel) -> list[str]:
 
 
 def _agree(form: Inputs) -> bool:
-    """Whether masks are as long as what they mask, and no image stands for both rows."""
-    masks = {name: form[name[:-5]] for name in ("input_features_mask",) if name in form}
-    long = all(form[name].shape[1] in value.shape[1:] for name, value in masks.items())
-    return long and ("spatial_shapes" not in form or len(form["pixel_values"]) == ROWS)
+    """Whether a mask is as long as its features, and no image stands for both rows."""
+    if "input_features_mask" in form:
+        return form["input_features_mask"].shape[1] in form["input_features"].shape[1:]
+    return "spatial_shapes" not in form or len(form["pixel_values"]) == ROWS
 
 
 def _sizes(model: PreTrainedModel, *names: str) -> list[int]:
