@@ -28,7 +28,6 @@ _TOGETHER = [
     ("states", "actions", "rewards", "returns_to_go", "timesteps", "attention_mask"),
     ("pixel_values", "input_points"),
     *(("pixel_values", "prompt_pixel_values", "prompt_masks"), ("query_embeds", "encoder_hidden_states")),
-    ("noise_embeds", "context_hidden_states", "use_cache"),
     ("state", "noise", "timestep", "input_ids", "pixel_values", "attention_mask", "pixel_attention_mask"),
     ("input_ids", "pixel_values", "image_embeds_position_mask"),
     ("input_ids", "pixel_values", "pixel_attention_mask", "spatial_shapes"),
@@ -193,7 +192,6 @@ def _options(model: PreTrainedModel) -> dict[str, list[Any]]:
         "noise": [noise(ROWS, 4, size) for size in _sizes(model, "max_action_dim")],
         "timestep": [torch.full((ROWS,), 0.5)],
         "fine": [True],
-        "use_cache": [True],
     }
 
 
