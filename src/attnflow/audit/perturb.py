@@ -355,11 +355,9 @@ def rows_beside(runner: Runner, name: str) -> list[Violation]:
     """The first output whose other rows, on either of its first axes, move with row 0 of another tower's input."""
     count, dtype = len(runner.inputs.kwargs[name]), runner.dtype
     value = runner.inputs.kwargs[name].clone()
-    if value.is_floating_point():  # whole numbers among others are places, such as the row and column of a patch
-        whole = value[0] == value[0].round()
-        value[0] = torch.where(whole & ~whole.all(), value[0], value[0].flip(-1) + value.std())
-    else:
-        value[0] = value[0].flip(-1)
+    whole = value[0] == value[0].round()  # among other numbers these are places, such as the row of a patch
+    moved = value[0].flip(-1) + (value.std() if value.is_floating_point() else 0)
+    value[0] = torch.where(whole & ~whole.all(), value[0], moved)
     calls = runner.inputs, replace(runner.inputs, kwargs={**runner.inputs.kwargs, name: value})
     recordings = [runner.record(call.base) for call in calls]
     other, confirmed = rounding.other_precision(dtype), True
