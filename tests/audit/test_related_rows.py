@@ -156,3 +156,84 @@ def test_contrastive_models_of_transformers(name):
     report = check(model, runs_on(model), watch="layers")
     assert not report.violations, str(report)
     assert any("relates rows by design" in note for note in report.notes)
+
+
+class Pictured(nn.Module):
+    """Reads an image in front of each text; `beside` says what of other images a text reads, too."""
+
+    def __init__(self, beside):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.patch, self.beside = nn.Embedding(VOCABULARY, 24), nn.Linear(12, 24), beside
+
+    def forward(self, input_ids, pixel_values):
+        image = self.patch(pixel_values.flatten(1))
+        text = self.embed(input_ids) + (image + self.beside(image))[:, None]
+        return {"logits": text.cumsum(1), "pooled": text[:, -1]}
+
+
+def behind(image):
+    """Row r - 1 for row r: what a merge of features that is one image short does."""
+    return torch.nn.functional.pad(image[:-1], (0, 0, 1, 0))
+
+
+MIXES = {
+    "none": lambda image: 0 * image,
+    "its own": lambda image: image.sin(),
+    "the mean": lambda image: 0.1 * image.mean(0),
+    "the one before": behind,
+    "the one after": lambda image: behind(image.flip(0)).flip(0),
+    "the first two together": lambda image: image.sign()[:2].prod(0) + 0 * image,
+}
+
+
+@pytest.mark.parametrize("mode", ["quick", "perturb"])
+@pytest.mark.parametrize("images", [2, 3])
+@pytest.mark.parametrize("name", MIXES)
+def test_images_that_reach_the_text_of_other_rows(name, images, mode):
+    given = pairs(images, images)
+    given["pixel_values"] = given["pixel_values"][:, :, :2, :2]
+    report = check(Pictured(MIXES[name]).eval(), given, order=af.masks.causal(LENGTH), mode=mode)
+    mixes = name not in ("none", "its own")
+    assert [v.kind for v in report.violations] == ["batch"] * mixes, str(report)
+    assert all("of pixel_values" in v.why for v in report.violations)
+
+
+def test_images_that_are_not_one_for_each_row_are_named():
+    class Packed(Pictured):
+        def forward(self, input_ids, pixel_values):
+            return super().forward(input_ids, pixel_values[: len(input_ids)])
+
+    given = pairs(2, 3)
+    given["pixel_values"] = given["pixel_values"][:, :, :2, :2]
+    report = check(Packed(MIXES["none"]).eval(), given, order=af.masks.causal(LENGTH))
+    assert report.verdict == "clean"
+    words = "not tested: whether rows of pixel_values reach others; there are 3 for 2 sequences"
+    assert words in report.notes
+
+
+def test_images_that_cannot_be_changed_are_named():
+    class Strict(Pictured):
+        def forward(self, input_ids, pixel_values):
+            if pixel_values.abs().max() > 1:
+                raise ValueError("pixels beyond one")
+            return super().forward(input_ids, pixel_values)
+
+    given = pairs(2, 2)
+    given["pixel_values"] = given["pixel_values"][:, :, :2, :2].sin().round()
+    report = check(Strict(MIXES["the mean"]).eval(), given, order=af.masks.causal(LENGTH))
+    assert any("not tested: whether rows of pixel_values" in n and "beyond one" in n for n in report.notes)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "InstructBlipForConditionalGeneration"])
+def test_images_of_models_of_transformers(name, mixes):
+    model = named(name)
+    given = runs_on(model)
+    (projector,) = [n for n, _ in model.named_modules() if n.endswith(("multi_modal_projector", "language_projection"))]
+    parent, _, last = projector.rpartition(".")
+    if mixes:
+        setattr(model.get_submodule(parent), last, Mixed(model.get_submodule(projector)))
+    report = check(model, given, watch="layers")
+    assert any(v.why.endswith("of pixel_values") for v in report.violations) == mixes, str(report)
+    assert mixes or report.verdict == "clean"
