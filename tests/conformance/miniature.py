@@ -91,15 +91,8 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     **_each("reformer", is_decoder=True),
     **_each("autoformer informer time_series_transformer", prediction_length=8),
     **_each("esm", vocab_size=VOCABULARY, mask_token_id=5, pad_token_id=1),
-    **_each(
-        "dots1",
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-    ),
+    "dots1": dict.fromkeys(["n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"], 1)
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2},
     **_each("dbrx", attn_config={"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}),
     **_each("blt", num_hidden_layers=2),
     **_each("moonshine_streaming", num_key_value_heads=4),
@@ -174,16 +167,10 @@ _AGREEING: dict[str, dict[str, Any]] = {
     **_each("muse_spark_audio", patch_sizes=[16, 8], hidden_sizes=[WIDTH] * 2, depths=[1, 1]),
     **_each("tvp", max_img_size=64, image_size=64, visual_prompt_size=4),
     **_each("radio", video_temporal_patch_size=2),
-    **_each(
-        "cohere_compass_text",
-        layer_types=["sliding_attention", "full_attention"],
-        rope_parameters={"sliding_attention": _sections() | {"mrope_section": [4, 2, 2]}, "full_attention": None},
-    ),
-    **_each(
-        "vibevoice_acoustic_tokenizer vibevoice_acoustic_tokenizer_encoder vibevoice_acoustic_tokenizer_decoder",
-        num_filters=2,
-        depths=[1] * 7,
-    ),
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]}
+    | {"rope_parameters": {"sliding_attention": _sections() | {"mrope_section": [4, 2, 2]}, "full_attention": None}},
+    **_each("vibevoice_acoustic_tokenizer vibevoice_acoustic_tokenizer_encoder", num_filters=2, depths=[1] * 7),
+    **_each("vibevoice_acoustic_tokenizer_decoder", num_filters=2, depths=[1] * 7),
     **_each("efficientnet align_vision_model", width_coefficient=0.5, hidden_dim=640),
     **_each("align", projection_dim=160),
     **_each("vits", vocab_size=VOCABULARY),

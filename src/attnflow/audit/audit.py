@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
-from attnflow.audit.beside import rows_beside
+from attnflow.audit.beside import mixed_beside
 from attnflow.audit.declared import Order, relation_of
 from attnflow.audit.decoding import DecodingComparison, DecodingPath, SteppedRunner, decoding_paths, step_lengths
 from attnflow.audit.fields import Fields, ProbePlan, batch_sets, plan
@@ -254,20 +254,9 @@ class Auditor:
 
     def _beside(self, prober: Prober) -> list[Violation]:
         """What moves against the order with other inputs: with their padding, or between rows of another tower."""
-        related = [layout for layout in self.layouts.values() if layout.related and layout.form != "pairs"]
-        own = self.call.batch // self.call.group
-        rows = {layout.shape[layout.form == "related"] for layout in related} | {own}
-        violations = prober.padding_read()
-        for name, value in self.call.beside.items() if self.call.batched else ():
-            if len(value) in rows - {1}:
-                found = rows_beside(prober.runner, prober.base, name)
-            else:
-                found = f"there are {len(value)} for {own} sequences" if own > 1 else None
-            if isinstance(found, Violation):
-                violations.append(found)
-            elif found is not None:
-                self.notes.append(f"not tested: whether rows of {name} reach others; {found}")
-        return violations
+        mixed, notes = mixed_beside(prober.runner, prober.base, self.layouts)
+        self.notes += notes
+        return prober.padding_read() + mixed
 
     def compare_paths(self) -> None:
         comparison = DecodingComparison(self.call, self.options.watch, self.options.seed)

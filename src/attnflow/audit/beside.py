@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -12,8 +13,28 @@ from attnflow.audit.fields import batch_sets
 from attnflow.audit.inputs import Inputs, where_chosen
 from attnflow.audit.passes import Key, Recording, Runner
 from attnflow.audit.report import Violation
-from attnflow.audit.rows import as_numbers
+from attnflow.audit.rows import OutputLayout, as_numbers
 from attnflow.models.passes.evaluation import REFUSALS, precision, refusal
+
+
+def mixed_beside(
+    runner: Runner, base: Recording, layouts: Mapping[str, OutputLayout]
+) -> tuple[list[Violation], list[str]]:
+    """(what moves with another row of an input with rows of its own, notes on the inputs that were not tested)."""
+    violations, notes, inputs = list[Violation](), list[str](), runner.inputs
+    related = [layout for layout in layouts.values() if layout.related and layout.form != "pairs"]
+    own = inputs.batch // inputs.group
+    rows = {layout.shape[layout.form == "related"] for layout in related} | {own}
+    for name, value in inputs.beside.items() if inputs.batched else ():
+        if len(value) in rows:
+            found = rows_beside(runner, base, name)
+        else:
+            found = f"there are {len(value)} for {own} sequences" if own > 1 else None
+        if isinstance(found, Violation):
+            violations.append(found)
+        elif found is not None:
+            notes.append(f"not tested: whether rows of {name} reach others; {found}")
+    return violations, notes
 
 
 def rows_beside(runner: Runner, base: Recording, name: str) -> Violation | str | None:
@@ -34,7 +55,7 @@ def rows_beside(runner: Runner, base: Recording, name: str) -> Violation | str |
                 found = _mixed(runner, name, rows)
                 if found is not None:
                     return found
-    return None if read else "no output has a row for each of them"
+    return None if read or count == 1 else "no output has a row for each of them"
 
 
 def _changed(inputs: Inputs, name: str, rows: Tensor) -> Inputs:
