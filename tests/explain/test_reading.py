@@ -12,7 +12,7 @@ import attnflow as af
 from attnflow.explain.amounts import Strongest
 from tests.conformance.miniature import named
 from tests.explain.test_answer import IDS, made
-from tests.models import tiny
+from tests.models import deep, tiny
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -210,3 +210,41 @@ def test_a_converted_model_has_the_entries_of_the_plain_one_and_keeps_them_after
         reading.remove([*found.edges[:1], *found.entries[:2]])
         again = reading.answer(17, 19)  # a removal reads other entries, which are not those of the pass
     assert again.sources == found.sources
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3"])
+def test_the_last_logits_alone_give_what_all_of_them_give(family):
+    model = deep(family).double()
+    alone = af.explain.answer(model, [5, 9, 14, 7, 33])
+    with af.explain.reading(model, [5, 9, 14, 7, 33]) as handle:
+        assert handle.answer(position=2).position == 2
+        every = handle.answer(position=4)
+    assert alone.position == every.position == 4
+    assert alone.answer == every.answer
+    assert alone.reach == every.reach
+    for name in ("sources", "edges"):
+        for one, other in zip(getattr(alone, name), getattr(every, name), strict=True):
+            assert one.name == other.name
+            assert one.carried == pytest.approx(other.carried, rel=1e-9, abs=1e-12)
+            assert one.effect == pytest.approx(other.effect, rel=1e-9, abs=1e-12)
+
+
+def test_one_pass_of_the_model_gives_an_answer_its_order_and_its_weights():
+    model = deep("Llama").double()
+    calls = []
+    hook = model.lm_head.register_forward_hook(lambda _, given, logits: calls.append(logits.shape[1]))
+    result = af.explain.answer(model, [5, 9, 14, 7, 33])
+    hook.remove()
+    assert calls == [1]
+    assert len(result.reach) == 5
+
+
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_weights_are_those_that_the_model_returns(kind):
+    model = deep("Llama").double()
+    ids = torch.tensor([[5, 9, 14, 7, 33]])
+    model.set_attn_implementation("eager")
+    wanted = model(ids, output_attentions=True).attentions  # whose softmax is in float32
+    model.set_attn_implementation(kind)
+    for layer, weights in enumerate(wanted):
+        torch.testing.assert_close(af.explain.weights(model, ids, layer), weights[0].double(), rtol=1e-5, atol=1e-6)

@@ -61,7 +61,11 @@ def declared_order(
     """
     subject = Subject.of(model).inside
     with unchanged(subject.model), evaluating(subject.model):
-        relation = declared(survey(read(subject, inputs)))
+        return flow_of(survey(read(subject, inputs)), sequence)
+
+
+def flow_of(seen: CallSurvey, sequence: int = 0) -> Flow:
+    relation = declared(seen)
     rows = [layer[min(sequence, len(layer) - 1)] for layer in relation.layers]
     masks = [from_dense(row, relation.name) for row in rows]
     # causal(n=64) says more than a sentence about all layers, which says more than the lengths of documents

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.inputs import Inputs, Slot, StackEntry, fresh
 from attnflow.audit.passes import Recording, Runner, entering, frame_of
 from attnflow.audit.rows import leaves
-from attnflow.models.passes.evaluation import seed_all
+from attnflow.models.passes.evaluation import evaluating, seed_all, unchanged
 from attnflow.models.passes.watching import Call, Watch
 
 if TYPE_CHECKING:
@@ -68,47 +68,19 @@ class CallSurvey:
         return [m for n, m in self.inputs.model.named_modules() if not f"{n}.".startswith(tuple(others))]
 
 
-def survey(inputs: Inputs, seed: int | None = None) -> CallSurvey:
-    model, layers = inputs.model, inputs.subject.layers
-    whole = replace(inputs, slots=tuple(replace(slot, layers=frozenset(layers)) for slot in inputs.slots))
-    first = None if seed is None else Runner(whole, "layers", seed)
-    events, intact = None, False
-    listening: AbstractContextManager[Asked | None] = nullcontext()
-    if "transformers" in sys.modules:  # else the model is not one of its own
-        from attnflow.models.passes.mask_request import asking
-
-        listening = asking()
-    seed_all(0)
-    with listening as asked, torch.no_grad(), _watched(model, layers, asked) as (calls, seen):
-        if first is None:
-            model(**fresh(inputs.kwargs))
-        else:
-            events, intact = first.distinct(inputs.base)
-    passed, inputs = inputs, _positions(inputs, calls)
-    inputs = replace(inputs, slots=tuple(_placed(passed, slot) for slot in inputs.slots))
-    result = CallSurvey(inputs, [call for call in calls if call.name in inputs.layers])
-    if asked is not None:
-        _assign(result, calls, asked, seen)
-    masks = {n: v for n, v in inputs.kwargs.items() if getattr(v, "ndim", 0) > 2 and n.endswith("attention_mask")}
-    reached = {tuple(mask.shape[-2:]) for _, _, mask in seen if isinstance(mask, Tensor)}
-    result.unused = [n for n, mask in masks.items() if tuple(mask.shape[-2:]) not in reached]
-    if first is not None:
-        result.runner = Runner(inputs, "layers", first.seed)
-        if intact and inputs.layers == frozenset(layers) and frame_of(inputs) == frame_of(whole):
-            result.runner.layer_calls, result.runner.skipped = first.layer_calls, first.skipped
-            result.runner.layouts = first.layouts
-            result.base = events
-    return result
-
-
 # A possible mask at a module inside a layer call: (number of the call, or -1; depth of the module; mask).
 _Arrival = tuple[int, int, Any]
 
 
 @contextmanager
-def _watched(
-    model: nn.Module, layers: Mapping[str, int], asked: Asked | None
-) -> Generator[tuple[list[LayerCall], list[_Arrival]]]:
+def surveying(inputs: Inputs) -> Generator[Callable[[], CallSurvey]]:
+    """Watch a pass of these inputs, which the caller runs inside; the function then says what it showed."""
+    listening: AbstractContextManager[Asked | None] = nullcontext()
+    if "transformers" in sys.modules:  # else the model is not one of its own
+        from attnflow.models.passes.mask_request import asking
+
+        listening = asking()
+    model, layers = inputs.model, inputs.subject.layers
     calls: list[LayerCall] = []
     seen: list[_Arrival] = []
     inside: list[int] = []
@@ -118,7 +90,7 @@ def _watched(
             first = entering(call.args, call.kwargs)
             layer = LayerCall(call.name, layers[call.name], () if first is None else tuple(first.shape))
             if first is not None and not (calls and calls[-1].stack == layer.stack):
-                layer.spread = float(first.double().std())
+                layer.spread = float(first.detach().double().std())
             inside.append(len(calls))
             calls.append(layer)
         masks = [tensor for _, tensor in leaves((call.args, call.kwargs)) if tensor.ndim == 4]
@@ -130,8 +102,41 @@ def _watched(
             calls[inside.pop()].made = len(asked.made) if asked else 0
 
     names = [n for n, _ in model.named_modules() if n in layers or any(n.startswith(f"{each}.") for each in layers)]
-    with Watch({name: model.get_submodule(name) for name in names}, enter, leave):
-        yield calls, seen
+    with listening as asked, Watch({name: model.get_submodule(name) for name in names}, enter, leave):
+        yield lambda: _surveyed(inputs, asked, calls, seen)
+
+
+def _surveyed(passed: Inputs, asked: Asked | None, calls: list[LayerCall], seen: list[_Arrival]) -> CallSurvey:
+    inputs = _positions(passed, calls)
+    inputs = replace(inputs, slots=tuple(_placed(passed, slot) for slot in inputs.slots))
+    result = CallSurvey(inputs, [call for call in calls if call.name in inputs.layers])
+    if asked is not None:
+        _assign(result, calls, asked, seen)
+    masks = {n: v for n, v in inputs.kwargs.items() if getattr(v, "ndim", 0) > 2 and n.endswith("attention_mask")}
+    reached = {tuple(mask.shape[-2:]) for _, _, mask in seen if isinstance(mask, Tensor)}
+    result.unused = [n for n, mask in masks.items() if tuple(mask.shape[-2:]) not in reached]
+    return result
+
+
+def survey(inputs: Inputs, seed: int | None = None) -> CallSurvey:
+    model, layers = inputs.model, inputs.subject.layers
+    whole = replace(inputs, slots=tuple(replace(slot, layers=frozenset(layers)) for slot in inputs.slots))
+    first = None if seed is None else Runner(whole, "layers", seed)
+    events, intact = None, False
+    seed_all(0)
+    with torch.no_grad(), surveying(inputs) as surveyed:
+        if first is None:
+            model(**fresh(inputs.kwargs))
+        else:
+            events, intact = first.distinct(inputs.base)
+    result = surveyed()
+    if first is not None:
+        result.runner = Runner(result.inputs, "layers", first.seed)
+        if intact and result.inputs.layers == frozenset(layers) and frame_of(result.inputs) == frame_of(whole):
+            result.runner.layer_calls, result.runner.skipped = first.layer_calls, first.skipped
+            result.runner.layouts = first.layouts
+            result.base = events
+    return result
 
 
 def _positions(inputs: Inputs, calls: list[LayerCall]) -> Inputs:
@@ -197,7 +202,7 @@ def _vectors_entering(passed: Inputs, names: Iterable[str]) -> dict[str, list[Te
     whole = {name: torch.ones_like(mask) for name, mask in masks.items() if isinstance(mask, Tensor) and mask.ndim == 2}
     every = torch.ones(passed.batch, passed.size, dtype=torch.bool)
     changed = passed.changed(every, passed.draw(torch.Generator().manual_seed(0)))
-    with torch.no_grad():
+    with unchanged(passed.model), evaluating(passed.model), torch.no_grad():
         for kwargs in (passed.kwargs, changed.kwargs):  # with whole masks: padding must move, too
             seed_all(0)
             with Watch({name: passed.model.get_submodule(name) for name in entered}, enter):

@@ -217,11 +217,9 @@ class Amounts:
                 left = part.value - sum(named.values())
                 for place, derivative in enumerate((grad, real)):
                     constants[place] += float((left * derivative).sum()) - sums[id(part)][place]
-        kept = [*singles]
-        for (half, layer), (carried, effect) in rest.items():
-            kept.append(Source("other entries", layer, None, half, None, carried, effect))
+        others = [Source("other entries", at, None, half, None, c, e) for (half, at), (c, e) in rest.items()]
         constant = Source("constant", None, None, "", None, constants[0], constants[1])
-        return [*found, *kept, constant], written
+        return [*found, *singles, *others, constant], written
 
     def _single(
         self, entries: Entries

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any, Final, cast, overload
 
@@ -17,16 +16,20 @@ from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.progress import Progress
-from attnflow.audit import declared_order
+from attnflow.audit.declared import flow_of
+from attnflow.audit.inputs import read
+from attnflow.audit.survey import CallSurvey, surveying
 from attnflow.explain import asking
 from attnflow.explain.amounts import Amounts
 from attnflow.explain.entries import Entries
 from attnflow.explain.explanation import Edge, Explanation, Link, Removal, Source, SourceGraph
-from attnflow.explain.removal import attention_of, value_without
+from attnflow.explain.removal import attention_of, value_without, with_removals
 from attnflow.geometry.attribution import ScoreAttribution
-from attnflow.geometry.reading import attribute
+from attnflow.geometry.reading import AttentionReading
+from attnflow.geometry.reading import reading as scores_of
 from attnflow.models.passes.held import Derivatives, HeldPass
 from attnflow.models.subject import Loaded, Subject, Text
+from attnflow.order.flow import Flow
 
 Token = asking.Token
 CLOSE: Final = 1e-5  # of the range of the logits: how far the sum of sources may be from the value
@@ -80,8 +83,8 @@ def answer(
         UnsupportedArchitecture: the model has no logits, is of half precision, or its value is no such sum to 1e-5 of
             the range of the logits: the message names the layer.
 
-    Cost: two forward passes (one for the declared order) and two backward passes; one more for each removal. Memory of
-    one training step.
+    Cost: one forward pass and two backward passes, with the memory of one training step; one more for each removal.
+    Another position than the last takes the logits of all of them.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
@@ -131,8 +134,10 @@ class AnswerReading(Handle):
             self._subject, self._inputs = subject, {name: value.clone() for name, value in inputs.items()}
         self._entries, self._turn = Entries.of(subject), Lock()
         self._held: HeldPass | None = None
-        self._gated = False
-        self._reach: tuple[Tensor, ...] | None = None
+        self._gated = self._whole = False
+        self._version: list[int] | None = None  # of the parameters in the pass
+        self._surveyed: Callable[[], CallSurvey] | None = None  # what the first pass tells of the declared order
+        self._scores: AttentionReading | None = None  # with the pass up to the layer of the edge explained last
         self._last: Explanation | None = None
 
     @_differentiating()
@@ -147,9 +152,7 @@ class AnswerReading(Handle):
     ) -> Explanation:
         """Explain an answer of this pass; see `af.explain.answer`."""
         checks.integer("measure", measure)
-        logits = asking.logits(self._subject, self._pass())
-        at = asking.position(self._subject, self._inputs, position, logits)
-        row = logits[0] if at is None else logits[0, at]
+        row, at, read = self._asked(position)
         chosen = int(row.argmax()) if answer is None else asking.number(self._subject, answer, len(row), "answer")
         listed = [against] if isinstance(against, str | int) else [] if against is None else list(against)
         others = [asking.number(self._subject, other, len(row), "against") for other in listed]
@@ -157,8 +160,7 @@ class AnswerReading(Handle):
             raise ValueError(f"the answer {answer!r} is compared with itself: choose another token for against")
 
         def value(output: Any) -> Tensor:
-            logits = cast(Tensor, output.logits)
-            row = logits[0] if at is None else logits[0, at]
+            row = read(output)
             return row[chosen] - (row[others] if others else row if len(row) > 1 else torch.zeros_like(row)).mean()
 
         span = float(row.max() - row.min()) if len(row) > 1 else float(row.abs())
@@ -178,18 +180,22 @@ class AnswerReading(Handle):
         )
         self._last = explained
         self._value, self._span = value, span
-        return self._with_removals(explained, measure, progress) if measure else explained
+        if not measure:
+            return explained
+        causes = [*explained.causes[:measure], *explained.entries[:measure]]
+        return with_removals(explained, causes, self.remove(causes, progress))
 
     def likely(self, count: int = 5, position: int | None = None) -> tuple[tuple[int, str, float], ...]:
         """List the most likely answers of this pass, at a position: number, text and probability of each."""
-        logits = asking.logits(self._subject, self._pass())
-        at = asking.position(self._subject, self._inputs, position, logits)
-        row = (logits[0] if at is None else logits[0, at]).softmax(0)
-        best = zip(*map(Tensor.tolist, row.topk(min(checks.integer("count", count, 1), len(row)))), strict=True)
+        row, *_ = self._asked(position)
+        chances = row.softmax(0).topk(min(checks.integer("count", count, 1), len(row)))
+        best = zip(*map(Tensor.tolist, chances), strict=True)
         return tuple((number, asking.name(self._subject, number, len(row)), chance) for chance, number in best)
 
     def why(self, edge: Edge, against: int | None = None) -> ScoreAttribution:
         """Explain why the head of an edge looked there, and not at another key; see `af.geometry.attribute`.
+
+        Cost: as there; the next edge of the same layer takes no other pass.
 
         Args:
             edge: of an explanation of this pass.
@@ -203,10 +209,11 @@ class AnswerReading(Handle):
             raise ValueError(f"{edge.name} belongs to a further attention of its layer, whose scores are not explained")
         if edge.half == "encoder":
             raise ValueError("the edge lies in the encoder: explain its score by af.geometry.attribute(encoder, ...)")
-        return attribute(
-            self.model, self._inputs, edge.layer, edge.head, edge.query, edge.key,
+        if self._scores is None:
+            self._scores = scores_of(self.model, self._inputs, tokenizer=self._subject.tokenizer)
+        return self._scores.explain(
+            edge.layer, edge.head, edge.query, edge.key,
             against="strongest" if against is None else against, attention="cross" if edge.half else "self",
-            tokenizer=self._subject.tokenizer,
         )  # fmt: skip
 
     @overload
@@ -238,7 +245,7 @@ class AnswerReading(Handle):
         sets: list[Sequence[Edge | Source]] = [[], *([item] for item in taken), taken]
         values: list[float] = []
         for done, some in enumerate(sets):
-            values.append(value_without(self._subject, self._inputs, self._entries, some, self._value, held))
+            values.append(value_without(self._entries, some, self._value, held))
             if progress is not None:
                 progress(done + 1, len(sets), "removing")
         full, *alone, together = values
@@ -292,9 +299,7 @@ class AnswerReading(Handle):
         for target, source in enumerate(chosen):
             if source.kind != "entry":
                 continue
-            held = self._pass()
-            amounts = self._fired(held, source)
-            for giver, carried in amounts.of(self._entries, chosen):
+            for giver, carried in self._fired(self._pass(), source).of(self._entries, chosen):
                 number = place[giver.kind, giver.half, giver.name, giver.position]
                 if carried and number != target:
                     links.append(Link(number, target, carried))
@@ -302,19 +307,43 @@ class AnswerReading(Handle):
 
     # -------- parts
 
-    def _pass(self, gated: bool = False) -> HeldPass:
+    def _asked(self, position: int | None) -> tuple[Tensor, int | None, Callable[[Any], Tensor]]:
+        """The logits that answer, their position (None of a whole sequence), and how they are read off an output."""
+        wanted = asking.usual_position(self._subject, self._inputs) if position is None else position
+        held = self._pass(whole=wanted != -1)
+        logits = asking.logits(self._subject, held)
+        if logits.ndim == 2:
+            if position is not None:
+                raise ValueError(f"{self._subject.kind} answers for the whole sequence: leave position out")
+            return logits[0], None, lambda output: output.logits[0]
+        at, last = asking.position(held, wanted, logits)
+        return logits[0, last], at, lambda output: output.logits[0, last]
+
+    def _pass(self, gated: bool = False, whole: bool = False) -> HeldPass:
+        """The pass; `gated` and `whole` (with the logits of all positions) once they were asked for."""
         if not self.active:
             raise RuntimeError("this reading was removed: call af.explain.reading again")
-        if self._held is None or (gated and not self._gated):
+        gated, whole = gated or self._gated, whole or self._whole
+        if self._held is None or (gated, whole) != (self._gated, self._whole):
             self._held = None  # its memory is free before the next pass
             with self._entries.observed(self._entries.readings):
-                scorers = self._entries.scorers(self.model)
-                self._held = HeldPass(self._subject, self._inputs, self._entries.modules(), scorers, gated)
-            self._gated, self._version = gated, self._versions()
+                modules, scorers = self._entries.modules(), self._entries.scorers(self.model)
+                first = self._surveying() if self._version is None else None
+                self._held = HeldPass(
+                    self._subject, self._inputs, modules, scorers, gated=gated, whole=whole, watching=first
+                )
+            self._gated, self._whole, self._version = gated, whole, self._versions()
             self._entries.number(self._held)
         if self._version != self._versions():
             raise RuntimeError(_CHANGED)
         return self._held
+
+    @contextmanager
+    def _surveying(self) -> Generator[None]:
+        with ExitStack() as stack:
+            with suppress(UnsupportedArchitecture, ValueError, TypeError):
+                self._surveyed = stack.enter_context(surveying(read(self._subject.inside, self._inputs)))
+            yield
 
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self.model.parameters()]
@@ -345,43 +374,25 @@ class AnswerReading(Handle):
         amounts.check(span, CLOSE)
         return amounts
 
+    @cached_property
+    def _flow(self) -> Flow | None:
+        with suppress(UnsupportedArchitecture, ValueError, TypeError):
+            flow = None if self._surveyed is None else flow_of(self._surveyed())
+            return flow if flow and flow.size == asking.length(self._pass()) else None
+        return None
+
     def _order(self, amounts: Amounts, at: int | None) -> dict[str, Any]:
         """Which tokens the declared order lets reach the answer, and the pairs that it allows."""
-        held = amounts.held
-        if self._reach is None:
-            try:
-                flow = declared_order(self._subject.inside.model, self._inputs)
-            except (UnsupportedArchitecture, ValueError, TypeError):
-                self._reach = ()
-            else:
-                count = next(a.hidden.shape[-2] for a in held.arrivals if a.first and not held.halves[a.prefix])
-                whole = flow.size == count
-                self._reach = tuple(mask.dense() for mask in flow.masks) if whole else ()
-                self._flow = flow
-        if not self._reach:
+        if self._flow is None:
             return {"reach": ()}
-        layers = 1 + max(a.layer for a in held.attentions)
+        layers = 1 + max(a.layer for a in amounts.held.attentions)
         answering = amounts.answering() if at is None else [at]  # a class may be told by several tokens
         steps = zip(*(self._flow.arrivals(query, layers).tolist() for query in answering), strict=True)
         reach = tuple(min((number for number in some if number >= 0), default=-1) for some in steps)
-        return {"reach": reach, "allowed": self._reach}
-
-    def _with_removals(self, explained: Explanation, count: int, progress: Progress | None) -> Explanation:
-        edges, entries = explained.causes[:count], explained.entries[:count]
-        removal = self.remove([*edges, *entries], progress)
-        lost = dict(zip([id(item) for item in (*edges, *entries)], removal.alone, strict=True))
-
-        def measured(item: Any) -> Any:
-            return replace(item, removed=lost[id(item)]) if id(item) in lost else item
-
-        return replace(
-            explained,
-            edges=tuple(map(measured, explained.edges)),
-            sources=tuple(map(measured, explained.sources)),
-        )
+        return {"reach": reach, "allowed": tuple(mask.dense() for mask in self._flow.masks)}
 
     def _restore(self) -> None:
-        self._held = None  # the model was not changed
+        self._held = self._scores = None  # the model was not changed
 
     def _summary(self) -> str:
         kept = "no pass yet" if self._held is None else f"a pass of {len(self._held.attentions)} attentions is kept"

@@ -25,18 +25,18 @@ def logits(subject: Subject, held: HeldPass) -> Tensor:
     return found.detach()
 
 
-def position(subject: Subject, inputs: Mapping[str, Tensor], wanted: int | None, found: Tensor) -> int | None:
-    """The position that answers; None where the whole sequence does."""
-    if found.ndim == 2:
-        if wanted is not None:
-            raise ValueError(f"{subject.kind} answers for the whole sequence: leave position out")
-        return None
-    count = found.shape[1]
-    if wanted is None:
-        ids, mask = inputs.get("input_ids"), getattr(subject.tokenizer, "mask_token_id", None)
-        masked = [] if ids is None or mask is None else (ids[0] == mask).nonzero().flatten().tolist()
-        wanted = masked[0] if len(masked) == 1 and ids is not None and ids.shape[1] == count else count - 1
-    return checks.integer("position", wanted, -count, count - 1) % count
+def usual_position(subject: Subject, inputs: Mapping[str, Tensor]) -> int:
+    """The position that answers by default, counted from the end: that of the only mask token, else the last."""
+    ids, mask = inputs.get("input_ids"), getattr(subject.tokenizer, "mask_token_id", None)
+    masked = [] if ids is None or mask is None else (ids[0] == mask).nonzero().flatten().tolist()
+    return masked[0] - ids.shape[1] if len(masked) == 1 and ids is not None else -1
+
+
+def position(held: HeldPass, wanted: int, found: Tensor) -> tuple[int, int]:
+    """The position that answers, counted from the start and from the end."""
+    count = found.shape[1] if found.shape[1] > 1 else length(held)  # or of the last token alone
+    at = checks.integer("position", wanted, -count, count - 1) % count
+    return at, at - count
 
 
 def number(subject: Subject, token: Token, count: int, argument: str) -> int:
@@ -61,12 +61,15 @@ def _classes(subject: Subject, count: int) -> bool:
     return count == len(getattr(subject.config, "label2id", None) or ()) != getattr(subject.config, "vocab_size", None)
 
 
+def length(held: HeldPass, half: str = "") -> int:
+    """The number of tokens of one half; 0 if there is none."""
+    return next((a.hidden.shape[-2] for a in held.arrivals if a.first and held.halves[a.prefix] == half), 0)
+
+
 def texts(held: HeldPass, inputs: Mapping[str, Tensor], half: str) -> tuple[str, ...]:
     """The texts of the tokens of one half."""
-    first = next((a for a in held.arrivals if a.first and held.halves[a.prefix] == half), None)
-    if first is None:
+    if not (count := length(held, half)):
         return ()
-    count = first.hidden.shape[-2]
     two = "decoder_input_ids" in inputs and not half
     ids = inputs.get("decoder_input_ids" if two else "input_ids")
     if ids is None or ids.shape[-1] > count:

@@ -13,23 +13,17 @@ import torch
 from torch import Tensor
 
 from attnflow.explain.entries import Entries, Readings, Writer
-from attnflow.explain.explanation import Edge, Source
+from attnflow.explain.explanation import Edge, Explanation, Removal, Source
 from attnflow.models.anatomy.sites import Site, models_around
 from attnflow.models.passes.beside import beside
 from attnflow.models.passes.evaluation import still
 from attnflow.models.passes.held import HeldAttention, HeldPass
 from attnflow.models.passes.interception import AttentionCall, Output, Proceed, intercept
 from attnflow.models.passes.watching import Call, Watch
-from attnflow.models.subject import Subject
 
 
 def value_without(
-    subject: Subject,
-    inputs: Mapping[str, Tensor],
-    entries: Entries,
-    removed: Sequence[Edge | Source],
-    value: Callable[[Any], Tensor],
-    held: HeldPass,
+    entries: Entries, removed: Sequence[Edge | Source], value: Callable[[Any], Tensor], held: HeldPass
 ) -> float:
     """Run the model without what some edges carry and some entries write."""
     removed = list({_place(item): item for item in removed}.values())
@@ -47,7 +41,8 @@ def value_without(
             written = entries.find(item, held)
             taken.setdefault(written.path, []).append((written.call.number, item))
     readings = Readings()
-    with still(subject.model), torch.no_grad(), ExitStack() as stack:
+    model = held.subject.model
+    with still(model), torch.no_grad(), ExitStack() as stack:
         sites = list(edges)
         if sites:
             interceptors = {site.module: partial(_without_edges, edges[site], count()) for site in sites}
@@ -55,8 +50,18 @@ def value_without(
         stack.enter_context(entries.observed(readings))
         modules = {path: entries.writers[path].module for path in taken}
         stack.enter_context(Watch(modules, leave=partial(_without_entries, entries, readings, taken)))
-        output = cast(Callable[..., Any], subject.model)(**inputs, **subject.uncached)
-        return float(value(output))
+        return float(value(cast(Callable[..., Any], model)(**held.arguments)))
+
+
+def with_removals(explained: Explanation, items: Sequence[Edge | Source], removal: Removal) -> Explanation:
+    """The explanation with what removing each of these edges and entries of it costs."""
+    lost = dict(zip(map(id, items), removal.alone, strict=True))
+
+    def measured(item: Any) -> Any:
+        return replace(item, removed=lost[id(item)]) if id(item) in lost else item
+
+    edges, sources = (tuple(map(measured, part)) for part in (explained.edges, explained.sources))
+    return replace(explained, edges=edges, sources=sources)
 
 
 def _place(item: Edge | Source) -> tuple[object, ...]:

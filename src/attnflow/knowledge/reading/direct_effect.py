@@ -24,7 +24,6 @@ _SUM: Final = 32  # units of rounding by which a sum over all layers may differ 
 _NORM: Final = re.compile(r"norm", re.IGNORECASE)
 _ELEMENT: Final = re.compile(r"\.\d+(?:\.|$)")  # of a list of blocks
 _VOCABULARY: Final = 1 << 14  # tokens whose unembedding is held at once
-_ROWS: Final = 64  # positions whose logits are held at once
 _LARGE: Final = 1e2  # size of a norm's probe: the constant beside the variance vanishes
 
 
@@ -82,17 +81,16 @@ class _Norm(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Directions:
     rows: Tensor  # one for each position, [positions, model_dim]; the effect of c is c . row
-    targets: Tensor  # ids of the targets
-    logits: Tensor  # of the targets, less the mean over the vocabulary
-    probabilities: Tensor  # of the targets
     constant: Tensor  # what the biases of the final norm and of the unembedding add
+    effects: dict[tuple[Kind, int], Tensor]  # direct effects by kind and layer, [positions], on the CPU
     norm: _Norm  # the final norm
     unembedding: Tensor  # its rows w
 
     def pushes(self, values: Tensor) -> Float[Tensor, "values vocabulary"]:
         """Return what each value adds to the logits of all tokens, where the norm's scale is 1."""
         normed = _centred(values.to(self.rows), self.norm.centred) * self.norm.gain
-        return _unembedded(normed, self.unembedding)
+        blocks = self.unembedding.detach().split(_VOCABULARY)
+        return torch.cat([normed @ block.to(normed).T for block in blocks], dim=-1)
 
 
 def directions(
@@ -107,26 +105,26 @@ def directions(
     find = getattr(stream.model, "get_output_embeddings", None)
     head = cast("nn.Module | None", find() if callable(find) else None)
     weight = getattr(head, "weight", None)
-    if head is None or not isinstance(weight, Tensor):
-        return "the model has no unembedding, so tokens have no logits"
     outer = {
         name: part
         for name, part in stream.model.named_modules()
         if part is head or (not _ELEMENT.search(name) and _NORM.search(type(part).__name__))
     }
-    added: list[Tensor] = []
+    added: list[tuple[tuple[Kind, int], Tensor]] = []
     said: list[object] = []
-    with stream.watching(lambda _kind, _layer, value: added.append(value)):
+    with stream.watching(lambda kind, layer, value: added.append(((kind, layer), value.detach()))):
         calls = calls_of(outer, lambda: said.append(getattr(run(), "logits", None)))
+    if head is None or not isinstance(weight, Tensor):
+        return "the model has no unembedding, so tokens have no logits"
     unembedded = next(call for call in calls if call.module is head)
-    entered, logits = unembedded.first, unembedded.output
+    entered, logits = unembedded.first.detach(), unembedded.output.detach()
     last = entered[0, -1]
     norms = [call for call in calls if call.module is not head and torch.equal(call.output[0, -1], last)]
     if not norms or not added:
         return "its unembedding does not read the output of a final norm"
-    module, before = norms[-1].module, norms[-1].first
-    x, y = stream.pick(before), stream.pick(norms[-1].output)
-    total = torch.stack([one for one in added if one.shape == x.shape]).sum(dim=0)
+    module, before = norms[-1].module, norms[-1].first.detach()
+    x, y = stream.pick(before), stream.pick(norms[-1].output.detach())
+    total = torch.stack([value for _, value in added if value.shape == x.shape]).sum(dim=0)
     error = float(((total - x).norm(dim=-1) / x.norm(dim=-1)).max())
     if not error <= _SUM * _rounding(before.dtype):
         return (
@@ -144,17 +142,10 @@ def directions(
     rows, biases = (factor * _towards(table, ids, against) for table in (weight, bias))
     constant = (rows @ norm.shift + biases).expand(len(ids))
     back = _centred(rows * norm.gain, norm.centred) / norm.scale  # the gradient of row . norm(x), the scale held still
-    chances = [
-        (factor * (_unembedded(some, weight) + (0 if bias is None else bias.to(some))))
-        .softmax(dim=-1)
-        .gather(1, wanted[:, None])[:, 0]
-        for some, wanted in zip(y.split(_ROWS), ids.split(_ROWS), strict=True)
-    ]
-    return Directions(back, ids, (rows * y).sum(dim=-1) + biases, torch.cat(chances), constant, norm, weight)
-
-
-def _unembedded(rows: Tensor, weight: Tensor) -> Tensor:
-    return torch.cat([rows @ block.to(rows).T for block in weight.detach().split(_VOCABULARY)], dim=-1)
+    effects: dict[tuple[Kind, int], Tensor] = {}
+    for place, value in added:
+        effects[place] = effects.get(place, 0) + (value * back).sum(dim=-1).cpu()
+    return Directions(back, constant, effects, norm, weight)
 
 
 def _factor(read: Tensor, said: object) -> float | None:
@@ -162,7 +153,7 @@ def _factor(read: Tensor, said: object) -> float | None:
     if not isinstance(said, Tensor) or said.shape != read.shape or torch.equal(said, read):
         return 1.0
     kind = wide(read.dtype)
-    one, other = read.to(kind), said.to(kind)
+    one, other = read.to(kind), said.detach().to(kind)
     factor = float((one * other).sum() / one.square().sum())
     off = (other - factor * one).norm() / other.norm()
     return factor if bool(off < 8 * torch.finfo(read.dtype).eps) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from attnflow.knowledge.layered import LayerReader
 from attnflow.knowledge.reader import LayerReading, distinct
-from attnflow.knowledge.reading.direct_effect import Directions, Kind, Stream, wide
+from attnflow.knowledge.reading.direct_effect import Directions, Stream, wide
 from attnflow.knowledge.reading.provenance import Beside, By, LayerTrace
 
 _WEIGHTS: Final = 1 << 22  # weights that are worked on at once, of all entries and as many tokens as that allows
@@ -27,8 +27,9 @@ class LayerWatch:
     `LayerTrace`.
     """
 
-    def __init__(self, reader: LayerReader, stream: Stream, frozen: Directions | None, top: int) -> None:
-        self.reader, self.frozen, self._stream, self._top = reader, frozen, stream, top
+    def __init__(self, reader: LayerReader, stream: Stream, top: int) -> None:
+        self.reader, self._stream, self._top = reader, stream, top
+        self.frozen: Directions | None = None  # those of direct effects
         self.towards: Tensor | None = None  # the derivative of what is asked by what the layer adds, [tokens, width]
         self.pieces: list[dict[str, Tensor]] = []
         self._reading: LayerReading | None = None
@@ -78,8 +79,8 @@ class LayerWatch:
     def joined(self, name: str) -> Tensor:
         return torch.cat([piece[name] for piece in self.pieces])
 
-    def finish(self, direct: Mapping[tuple[Kind, int], Tensor], by: By) -> LayerTrace:
-        layer = self.reader.layer
+    def finish(self, by: By) -> LayerTrace:
+        layer, direct = self.reader.layer, {} if self.frozen is None else self.frozen.effects
         self._keep(by)
         places, heads, scores = self.joined("places"), self.joined("heads"), self.joined("scores")
         unique, column = distinct(places)

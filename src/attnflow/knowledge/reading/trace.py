@@ -22,7 +22,7 @@ from attnflow.knowledge.layered import (
     unobserved,
 )
 from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
-from attnflow.knowledge.reading.direct_effect import Directions, Kind, Stream, directions, wide
+from attnflow.knowledge.reading.direct_effect import Directions, Stream, directions, wide
 from attnflow.knowledge.reading.layer_watch import LayerWatch
 from attnflow.knowledge.reading.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.store.source import EntrySource
@@ -83,10 +83,11 @@ def trace(
         UnsupportedArchitecture: an encoder-decoder model, or one with unknown feed-forward layers; to ablate, also a
             model without logits, or one whose sequences of a batch influence one another.
 
-    Cost: two forward passes (the first finds the scale of the final norm) and one backward pass, with the memory of a
-    training step; one more product with the values for each layer; and with `ablate` for each position one forward
-    pass of a batch of `ablate` + 1 copies of the text. Never tokens x entries x model_dim. In half precision small
-    effects of an ablation are rounding: load the model in float32.
+    Cost: one forward and one backward pass, with the memory of a training step; one more product with the values for
+    each layer; for a model that is not converted, the conversion, so that `from_ffn` once is cheaper for many short
+    texts; and with `ablate` for each position one forward pass of a batch of `ablate` + 1 copies of the text. Never
+    tokens x entries x model_dim. In half precision small effects of an ablation are rounding: load the model in
+    float32.
 
     >>> import attnflow as af
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -118,24 +119,25 @@ def trace(
     stream, every = Stream(subject.model, question.rows), readers(subject.model)
     run = partial(cast(Any, subject.model), **question.arguments)
     with unobserved(subject.model):
-        with evaluating(subject.model), torch.no_grad():
-            towards = directions(stream, partial(run, **subject.sparing), question.targets, question.against)
+        watched = [LayerWatch(reader, stream, top) for reader in every]
+        towards, answered = _run(subject, question, stream, watched, run)
         if isinstance(towards, str) and by == "direct":
             raise ValueError(f"this model has no direct effects, since {towards}: use by='effect' or by='norm'")
         frozen = towards if isinstance(towards, Directions) else None
-        watched = [LayerWatch(reader, stream, frozen, top) for reader in every]
-        direct, answered = _run(subject, question, stream, watched, run)
         if answered is None and (by == "effect" or (targets is not None and by != "norm")):
             raise ValueError(f"{subject.kind} returns no logits of tokens, so there are no effects: use by='norm'")
         order: By = by or ("norm" if answered is None else "effect")
         # layers of another stack, such as an image tower, do not run
         watched = [layer for layer in watched if layer.ran] or watched
         with torch.no_grad():
-            traced = tuple(layer.finish(direct, order) for layer in watched)
+            for layer in watched:
+                layer.frozen = frozen
+            traced = tuple(layer.finish(order) for layer in watched)
             words = () if frozen is None else _promoted(watched, frozen, promoted, subject)
             about: dict[str, Any] = {"without": towards if frozen is None else ""} | (answered or {})
             if frozen is not None:
-                about["embedding_effect"] = next(effect for (kind, _), effect in direct.items() if kind == "embedding")
+                effects = frozen.effects.items()
+                about["embedding_effect"] = next(effect for (kind, _), effect in effects if kind == "embedding")
                 about["constant_effect"] = frozen.constant.cpu()
             about["targets"] = tuple(subject.texts(about.get("target_ids", ())))
             about["against"] = tuple(subject.texts(question.against))
@@ -203,15 +205,9 @@ def _question(
 
 def _run(
     subject: Subject, question: _Question, stream: Stream, watched: Sequence[LayerWatch], run: Callable[..., Any]
-) -> tuple[dict[tuple[Kind, int], Tensor], dict[str, Any] | None]:
-    """Run the model once and back: direct effects by kind and layer, and what is said of the targets; None without."""
-    direct: dict[tuple[Kind, int], Tensor] = {}
-    frozen, outputs = watched[0].frozen, dict[int, Tensor]()
-
-    def add(kind: Kind, layer: int, value: Tensor) -> None:
-        if frozen is not None:
-            effect = (value.detach() * frozen.rows).sum(dim=-1).cpu()
-            direct[kind, layer] = effect + direct.get((kind, layer), 0)
+) -> tuple[Directions | str, dict[str, Any] | None]:
+    """Run the model once and back: what `directions` returns, and what is said of the targets; None without logits."""
+    outputs, made = dict[int, Tensor](), list[Any]()
 
     def track(call: Call, output: Tensor) -> Tensor:
         outputs[call.name] = output if output.requires_grad else output.detach().requires_grad_()
@@ -222,10 +218,17 @@ def _run(
         keep["logits_to_keep"] = len(question.ids) - first
     modules = {number: cast(nn.Module, layer.reader) for number, layer in enumerate(watched)}
     looking = observed([(layer.reader, layer.see) for layer in watched])
-    with still(subject.model, exact=False), looking, stream.watching(add), Watch(modules, leave=track):
-        logits = getattr(run(**keep), "logits", None)
+
+    def forward() -> Any:
+        with torch.enable_grad(), Watch(modules, leave=track):
+            made.append(run(**keep))
+        return made[0]
+
+    with still(subject.model, exact=False), looking:
+        towards = directions(stream, forward, question.targets, question.against)
+        logits = getattr(made[0], "logits", None)
         if not isinstance(logits, Tensor) or logits.ndim != 3:
-            return direct, None
+            return towards, None
         rows = torch.tensor(question.rows, device=logits.device) - (len(question.ids) - logits.shape[1])
         read = logits[0, rows].to(wide(logits.dtype))
         targets = torch.tensor(question.targets(logits[0, -1].detach()), device=logits.device)
@@ -236,7 +239,7 @@ def _run(
     for number, gradient in zip(outputs, cast("Sequence[Tensor | None]", found), strict=True):
         watched[number].towards = None if gradient is None else watched[number].reader.received(gradient)
     chances = read.detach().softmax(-1).gather(1, targets[:, None])[:, 0]
-    return direct, {
+    return towards, {
         "target_ids": tuple(targets.tolist()),
         "logits": scores.detach().cpu(),
         "probabilities": chances.cpu(),

@@ -251,19 +251,19 @@ def _beside(layer: nn.Module, path: str, sites: Sequence[FeedForward | PackedExp
 
 
 def _fits(module: nn.Module, layer: FeedForward) -> bool:
-    *maps, out = [_linear(module, path) for path in (*layer.first, layer.last)]
+    out = _linear(module, layer.last)
     if out is None:
         return False
     width, neurons = stored(out).shape
     rows = 2 * neurons if layer.fused else neurons
+    maps = (_linear(module, path) for path in layer.first)
     return all(part is not None and stored(part).shape == (rows, width) for part in maps)
 
 
 def _linear(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        inner = module.get_submodule(path)
-    except AttributeError:
-        return None
+    inner: nn.Module | None = module
+    for name in path.split("."):
+        inner = None if inner is None else inner._modules.get(name)
     return inner if isinstance(inner, nn.Linear | Conv1D) else None
 
 

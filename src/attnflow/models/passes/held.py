@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -104,7 +104,8 @@ class HeldPass:
     """One forward pass of a model with its graph; `with` frees it. Memory is that of a step of training.
 
     `writers` are the modules, by path, whose outputs are sums of entries; calls of `scorers` are kept in `scored`. With
-    `gated`, nothing but values passes through an attention module: it must not add its input to its output.
+    `gated`, nothing but values passes through an attention module: it must not add its input to its output. Unless
+    `whole`, a model that can computes the logits of the last position alone. The call itself runs inside `watching`.
     """
 
     def __init__(
@@ -113,9 +114,13 @@ class HeldPass:
         inputs: Mapping[str, Tensor],
         writers: Mapping[str, nn.Module],
         scorers: Mapping[str, nn.Module] = MappingProxyType({}),
+        *,
         gated: bool = False,
+        whole: bool = False,
+        watching: AbstractContextManager[object] | None = None,
     ) -> None:
         self.subject, self.switch = subject, Switch()
+        self.arguments = {**(subject.uncached if whole else subject.sparing), **inputs}
         self.attentions: list[HeldAttention] = []
         self.written: list[Written] = []
         self.arrivals: list[Arrival] = []
@@ -132,9 +137,9 @@ class HeldPass:
         self._first: dict[str, tuple[Tensor, Tensor]] = {}
         self.ends: dict[str, Tensor] = {}  # what the last layer of each list put out
         self._open: list[tuple[str, int]] = []  # the layers that are being computed: path, and number
-        with still(subject.model), self._watched(gated), self._with_biases():
+        with still(subject.model), self._watched(gated), self._with_biases(), watching or nullcontext():
             try:
-                self.output = cast(Callable[..., Any], subject.model)(**inputs, **subject.uncached)
+                self.output = cast(Callable[..., Any], subject.model)(**self.arguments)
             except REFUSALS as error:
                 raise UnsupportedArchitecture(
                     f"{subject.kind} does not run on these inputs ({type(error).__name__}: {refusal(error)})"
