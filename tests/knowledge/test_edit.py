@@ -22,7 +22,7 @@ from attnflow.knowledge.editing.edit_targets import (
     weights_everywhere,
 )
 from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
-from attnflow.knowledge.editing.guard import NO_GUARD, Guard, guard_of, likely
+from attnflow.knowledge.editing.guard import NO_GUARD, EditGuard, guard_of, likely
 from attnflow.models import load_model
 from attnflow.models.subject import Subject
 from tests.models import tiny
@@ -136,7 +136,7 @@ def test_what_a_guard_holds_moves_less(tokenizer):
     subject = Subject(converted(), tokenizer)
     layers = edited_layers(subject.model, [1, 2])
     fact = Fact(**FRANCE)
-    guard = Guard(
+    guard = EditGuard(
         (), ("the river of France", "the way of France"), ("the capital of Spain", "the capital of Italy"), (), ()
     )
     moments = read_moments(subject, layers, TEXT, 256)

@@ -30,7 +30,7 @@ from attnflow.knowledge.editing.edit_targets import (
 )
 from attnflow.knowledge.editing.edited import Edited, editable
 from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
-from attnflow.knowledge.editing.guard import NO_GUARD, Guard, guard_of, likely
+from attnflow.knowledge.editing.guard import NO_GUARD, EditGuard, guard_of, likely
 from attnflow.knowledge.layered import EntryValues, readers
 from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject
@@ -192,7 +192,7 @@ def value_changes(
     return changes
 
 
-def guarded(subject: Subject, layers: Layers, moments: Moments, guards: Sequence[Guard]) -> Moments:
+def guarded(subject: Subject, layers: Layers, moments: Moments, guards: Sequence[EditGuard]) -> Moments:
     """Add what the guards hold to the moments: for each fact, the mean of k k^T over its prompts' tokens, weighted."""
     kept = {layer: moment.clone() for layer, moment in moments.layers.items()}
     for guard in guards:
@@ -281,7 +281,7 @@ class _Measured(NamedTuple):
 
 
 @torch.no_grad()
-def _measured(subject: Subject, fact: Fact, guard: Guard) -> _Measured:
+def _measured(subject: Subject, fact: Fact, guard: EditGuard) -> _Measured:
     answer = token_ids(subject.tokenizer, fact.answer, answer=True)
     prompts = [token_ids(subject.tokenizer, prompt) for prompt in fact.prompts]
     out = answers_of(subject, prompts, [answer] * len(prompts))

@@ -58,7 +58,7 @@ _BESIDE: Final = 16  # other subjects, likewise
 
 
 @dataclass(frozen=True)
-class Guard:
+class EditGuard:
     """What is held and what is measured for one fact: prompts that end where the model goes on."""
 
     rewordings: tuple[str, ...]  # templates that state the fact, as the model's present answers show
@@ -68,7 +68,7 @@ class Guard:
     beside_measured: tuple[str, ...]
 
 
-NO_GUARD: Final = Guard((), (), (), (), ())
+NO_GUARD: Final = EditGuard((), (), (), (), ())
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ def likely(subject: Subject, prompts: Sequence[str]) -> Tensor:
     return logits[torch.arange(len(rows)), last].float().softmax(dim=-1)
 
 
-def guard_of(subject: Subject, fact: Fact, edited: Sequence[Fact]) -> Guard:
+def guard_of(subject: Subject, fact: Fact, edited: Sequence[Fact]) -> EditGuard:
     """Find what an edit of `fact` must leave as it is, among `edited` facts; none without a subject."""
     if not fact.subject:
         return NO_GUARD
@@ -107,7 +107,7 @@ def guard_of(subject: Subject, fact: Fact, edited: Sequence[Fact]) -> Guard:
         elif not shares and not states[index + 1]:
             about.append(prompt)
     about, beside = about[:_ABOUT], [prompt for prompt in prompts if prompt not in known][:_BESIDE]
-    return Guard(tuple(rewordings), tuple(about[::2]), tuple(beside[::2]), tuple(about[1::2]), tuple(beside[1::2]))
+    return EditGuard(tuple(rewordings), tuple(about[::2]), tuple(beside[::2]), tuple(about[1::2]), tuple(beside[1::2]))
 
 
 def _words(text: str) -> set[str]:
