@@ -149,7 +149,7 @@ def blocks(allow: Tensor | None, rows: int, cols: int) -> Tensor:
 
 def owned(hidden: int) -> tuple[int, int]:
     """(tokens that a backward program owns, its hidden units as a power of 2)."""
-    units = max(16, triton.next_power_of_2(hidden))
+    units = 1 << max(4, (hidden - 1).bit_length())
     return max(1, min(ROWS, _HELD // units)), units
 
 
