@@ -143,7 +143,7 @@ def choose(call: BiasedCall, backend: str, need_weights: bool = False) -> str:
     """The backend of a call: the named one, or by "auto" the reference for a few pairs, then the first that can."""
     if backend == "auto":
         queries, few = call.query.shape[2], call.query.shape[0] * call.query.shape[2] * call.key.shape[2] <= _FEW
-        paths = {"fused": queries >= _FEW_QUERIES, "dense": dense.fits(call), "tiled": True}
+        paths = {"fused": queries >= _FEW_QUERIES, "dense": call.query.is_cuda and dense.fits(call), "tiled": True}
         able = [] if need_weights or few else [path for path, tried in paths.items() if tried]
         name = next((path for path in able if refusal(call, path) is None), "reference")
         if (

@@ -52,7 +52,7 @@ def refusal(call: BiasedCall) -> str | None:
 
 def fits(call: BiasedCall) -> bool:
     """Whether one number a pair is little enough to be held without being asked for."""
-    maps = max((term.groups for term in call.terms), default=1)
+    maps = max([1, *[term.groups for term in call.terms]])  # a list, which a compiler can trace
     return call.query.shape[0] * maps * call.query.shape[2] * call.key.shape[2] <= _MOST
 
 
