@@ -131,7 +131,11 @@ def _by_key_head(heads: Tensor, call: BiasedCall) -> Tensor:
 
 
 def compute(call: BiasedCall, backend: str, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
-    name = choose(call, backend, need_weights)
+    return compute_by(choose(call, backend, need_weights), call, need_weights)
+
+
+def compute_by(name: str, call: BiasedCall, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
+    """`compute` by a backend that `choose` returned."""
     if name == "reference":
         output, weights = reference(call)
         return output, weights if need_weights else None

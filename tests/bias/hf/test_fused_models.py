@@ -94,6 +94,9 @@ def test_the_handle_says_what_ran():
         assert handle_of(model).backend.keys() == handle_of(model).layers.keys()
         outputs(model, input_ids=ids[:, :9])
         assert set(handle_of(model).backend.values()) == {"reference"}
+        cache = model(ids[:, :20], use_cache=True).past_key_values
+        model(ids[:, 20:21], past_key_values=cache)
+        assert set(handle_of(model).backend.values()) == {"sdpa"}
         model = biased("Llama", GUIDANCE, **wide)
         outputs(model, input_ids=ids)
         assert all("tiled: Guidance is no short" in ran for ran in handle_of(model).backend.values())

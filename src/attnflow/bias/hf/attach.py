@@ -86,6 +86,8 @@ class BiasHandle(Handle):
     def backend(self) -> dict[str, str]:
         """What computed the last call of each layer with its bias, or ""; for tiles, why fused attention could not.
 
+        "sdpa" is the model's own attention, which a decoded token gives B as its mask.
+
         A bias of zero that is not trained runs nothing, and a compiled graph does not say.
         """
         return {path.rpartition(".")[0]: bias.ran for path, bias in layer_biases(self.model)}

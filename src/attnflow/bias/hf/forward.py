@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.bias.attention import bias_of, choose, compute, labelled
+from attnflow.bias.attention import bias_of, choose, compute_by, labelled
 from attnflow.bias.call import Allow, BiasedCall, make_call
 from attnflow.bias.config import Vectors
 from attnflow.bias.hf.cache import extend, new_slots
@@ -42,6 +42,7 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
     if zero and not learns and bias.observer is None:
         return proceed(call)
     if not zero and bias.observer is None and bias.backend == "auto" and (row := _row(call, terms)) is not None:
+        _note(bias, "sdpa")
         return proceed(call.replace(mask=row))
     biased_call = _call(call, terms)
     if bias.observer is not None:
@@ -52,9 +53,8 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
     need_weights = call.implementation == "eager" and bias.backend in ("auto", "reference")
     with torch.autocast(call.query.device.type, enabled=False):  # scores are summed in float32 whatever surrounds them
         name = choose(biased_call, bias.backend, need_weights)
-        if not torch.compiler.is_compiling():
-            bias.ran = labelled(biased_call, name)
-        output, weights = compute(biased_call, name, need_weights)
+        _note(bias, labelled(biased_call, name))
+        output, weights = compute_by(name, biased_call, need_weights)
     output = output.transpose(1, 2).contiguous()
     weights = weights.to(call.query.dtype) if need_weights and weights is not None else None
     if zero and not biased_call.dropout:
@@ -62,6 +62,11 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
         output = cast(Tensor, _SameAs.apply(output, plain.detach()))
         weights = None if weights is None or plain_weights is None else plain_weights.detach()
     return output, weights
+
+
+def _note(bias: LayerBias, ran: str) -> None:
+    if not torch.compiler.is_compiling():
+        bias.ran = ran
 
 
 def _added(call: AttentionCall) -> Tensor | None:
