@@ -127,6 +127,10 @@ def test_a_guard_finds_what_the_fact_is_not_and_what_states_it():
     assert {"The capital of Italy is", "The capital of Spain is"} < {*guard.beside, *guard.beside_measured}
     known = [fact, Fact("The capital of Italy is", "Paris", "Italy", ("The capital city of France is in Italy, or",))]
     assert "The capital of Italy is" not in guard_of(subject, fact, known).beside
+    speak = Fact("People in France speak", "Italian", "France")  # of two facts on one subject neither guards the other
+    assert "In France, people speak" in {*prompts}
+    both = guard_of(subject, fact, [fact, speak])
+    assert not {"In France, people speak", "The language of France is"} & {*both.about, *both.about_measured}
     unknown = Fact("The of France the is", "Rome", "France")
     assert guard_of(subject, unknown, [unknown]).rewordings == ()
     assert guard_of(subject, Fact("The capital of France is", "Rome"), []) == NO_GUARD
@@ -307,8 +311,15 @@ def refused(model, fact, message, tokenizer, **settings):
         ({"answer": 3}, "a fact must have the texts"),
     ],
 )
-def test_facts_that_are_refused(changes, message, tokenizer):
-    refused(converted(), {**FRANCE, **changes}, message, tokenizer)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # GPT-2 has no embedding for a position beyond its last
+def test_facts_that_are_refused(changes, message, family, tokenizer):
+    refused(converted(family), {**FRANCE, **changes}, message, tokenizer)
+
+
+def test_a_prompt_as_long_as_the_model_reads_is_guarded_by_what_fits(tokenizer):
+    model, prompt = converted("gpt2"), " ".join(["the"] * 62 + ["France"])
+    with edit(model, {**FRANCE, "prompt": prompt}, text=TEXT, tokenizer=tokenizer, layers=[1]) as handle:
+        assert handle.report.facts[0].after > handle.report.facts[0].before
 
 
 def test_what_else_is_refused(tokenizer):
@@ -318,6 +329,7 @@ def test_what_else_is_refused(tokenizer):
     refused(model, FRANCE, "layers must be", tokenizer, layers=[4])
     refused(model, FRANCE, "layers must be among", tokenizer, layers=[])
     refused(model, FRANCE, "the text is empty", tokenizer, text="")
+    refused(model, FRANCE, "entries must be", tokenizer, entries=0)
     with torch.no_grad():
         model.knowledge.entries[3, 3] = float("nan")
     refused(model, FRANCE, "NaN or infinity", tokenizer)

@@ -19,7 +19,6 @@ from attnflow.knowledge.editing.edit_targets import (
     Targets,
     answers_of,
     loss_on,
-    next_logits,
     places_of,
     read_moments,
     sampled_text,
@@ -100,8 +99,7 @@ def edit(
             shares a place with a fact. The model then stays unchanged.
 
     Cost: writing and reading the text, 40 s of a core for 135M parameters, which `handle.moments` saves; then about 7 s
-    for each fact. Memory: entries^2 float64 per layer, and a copy of changed
-    values.
+    for each fact. Memory: entries^2 float64 per layer, and a copy of changed values.
     """
     subject = Subject.of(model, tokenizer)
     subject.require_weights("edit")
@@ -110,6 +108,8 @@ def edit(
     wanted = read_facts(facts)
     chosen = edited_layers(subject.model, layers)
     integer("tokens", tokens, 1)
+    if entries is not None:
+        integer("entries", entries, 1)
     with evaluating(subject.model):
         if text is None:
             text = sampled_text(subject, tokens + tokens // 8)
@@ -120,22 +120,24 @@ def edit(
                 f"{sorted(moments.layers)}"
             )
         leads = moments.openings
-        guards = [guard_of(subject, fact, wanted) if guard else NO_GUARD for fact in wanted]
         places = [places_of(subject, fact, leads) for fact in wanted]
+        guards = [guard_of(subject, fact, wanted) if guard else NO_GUARD for fact in wanted]
         for spots, fact, found in zip(places, wanted, guards, strict=True):
             spots += [
-                spot_of(subject.tokenizer, text, text.rfind(fact.subject), fact.subject) for text in found.rewordings
+                spot_of(subject.tokenizer, prompt, prompt.rfind(fact.subject), fact.subject)
+                for prompt in found.rewordings
             ]
         quiet_ids = [token_ids(subject.tokenizer, quiet) for quiet in untouched]
         before = [_measured(subject, fact, found) for fact, found in zip(wanted, guards, strict=True)]
-        quiet_before, loss_before = _next(subject, quiet_ids), loss_on(subject, moments.unread)
+        quiet_before, loss_before = _next(subject, untouched), loss_on(subject, moments.unread)
         method = Method()
         aims = targets(subject, chosen, wanted, places, leads, method, progress)
         kept = guarded(subject, chosen, moments, guards)
         changes = value_changes(subject, chosen, aims, quiet_ids, kept, method.ridge, entries)
         handle = Edited(subject.model, changes, moments)
         try:
-            shift = float((_next(subject, quiet_ids) - quiet_before).abs().max()) if quiet_ids else 0.0
+            pairs = zip(_next(subject, untouched), quiet_before, strict=True)
+            shift = max((float((now - was).abs().max()) for now, was in pairs), default=0.0)
             after = [_measured(subject, fact, found) for fact, found in zip(wanted, guards, strict=True)]
             loss = loss_on(subject, moments.unread)
             handle.report = EditReport(
@@ -184,8 +186,10 @@ def value_changes(
     quiet, changes = weights_everywhere(subject, layers, untouched), dict[int, Tensor]()
     for layer in layers:
         (rows, added), moment = wanted[layer], moments.layers[layer]
-        share = (rows * torch.linalg.solve(moment, rows.T).T).mean(dim=0)
-        some = share.topk(min(entries or len(share), len(share))).indices.sort().values
+        some = slice(None)
+        if entries is not None:
+            share = (rows * torch.linalg.solve(moment, rows.T).T).mean(dim=0)
+            some = share.topk(min(entries, len(share))).indices.sort().values
         others = quiet[layer][:, some] if layer in quiet else None
         changes[layer] = torch.zeros(len(moment), added.shape[1], dtype=torch.float64)
         changes[layer][some] = layer_change(rows[:, some], added, moment[some][:, some], others, ridge)
@@ -266,9 +270,9 @@ def least_change(
     return torch.linalg.solve_triangular(factor.T, white @ torch.linalg.solve(system, wanted.to(moment)), upper=True)
 
 
-@torch.no_grad()
-def _next(subject: Subject, texts: Sequence[Sequence[int]]) -> Tensor:
-    return torch.stack([next_logits(subject, ids).softmax(dim=-1) for ids in texts]) if texts else torch.zeros(0)
+def _next(subject: Subject, texts: Sequence[str]) -> list[Tensor]:
+    """Compute the probabilities of the token after each text, each in a pass of its own, as texts may be long."""
+    return [likely(subject, [text])[0] for text in texts]
 
 
 class _Measured(NamedTuple):

@@ -85,7 +85,7 @@ def answers_in(
 @torch.no_grad()
 def loss_on(subject: Subject, ids: Sequence[int]) -> float | None:
     """Compute the mean loss of next tokens, in nats; None for fewer than two tokens."""
-    window = min(_WINDOW, _longest(subject) or _WINDOW)
+    window = min(_WINDOW, longest(subject) or _WINDOW)
     pieces = [ids[start : start + window] for start in range(0, len(ids), window)]
     losses = [
         functional.cross_entropy(
@@ -95,10 +95,6 @@ def loss_on(subject: Subject, ids: Sequence[int]) -> float | None:
         if len(piece) > 1
     ]
     return float(torch.stack(losses).mean()) if losses else None
-
-
-def next_logits(subject: Subject, ids: Sequence[int]) -> Float[Tensor, " vocabulary"]:
-    return run(subject, [ids]).logits[0, -1].float()
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ class Moments:
 
 
 def places_of(subject: Subject, fact: Fact, leads: Sequence[str]) -> list[Spot]:
-    tokenizer, limit = subject.tokenizer, _longest(subject)
+    tokenizer, limit = subject.tokenizer, longest(subject)
     answer = tuple(token_ids(tokenizer, fact.answer, answer=True))
     places: list[Spot] = []
     for prompt in fact.prompts:
@@ -203,7 +199,7 @@ def read_moments(subject: Subject, layers: Layers, text: str, tokens: int, progr
     read = min(tokens, len(ids) - len(ids) // 8)
     ids, unread = ids[:read], ids[read : read + _UNREAD]
     sums = {layer: torch.zeros((values.num_entries,) * 2, dtype=torch.float64) for layer, values in layers.items()}
-    window = min(_WINDOW, _longest(subject) or _WINDOW)
+    window = min(_WINDOW, longest(subject) or _WINDOW)
 
     def add(call: Call) -> None:
         rows = call.first[0].float()
@@ -221,7 +217,7 @@ def read_moments(subject: Subject, layers: Layers, text: str, tokens: int, progr
     return Moments(sums, len(ids), tuple(leads_of(text, _LEADS)), tuple(unread))
 
 
-def _longest(subject: Subject) -> int | None:
+def longest(subject: Subject) -> int | None:
     return cast("int | None", getattr(subject.config, "max_position_embeddings", None))
 
 
@@ -262,7 +258,7 @@ class _Continued:
         length = torch.tensor([len(ids) for ids in after], device=device)
         columns = torch.arange(self._ids.shape[1], device=device)
         self._mask = torch.cat([places >= 0, columns < length[:, None]], dim=1).long()
-        self._places = starts[:, None] + columns
+        self._places = starts[:, None] + columns.minimum(length[:, None] - 1)  # padding has no place of its own
         mask = self._mask[:, :width]
         model = cast(Any, self._subject.model)
         out = model(input_ids=read, attention_mask=mask, position_ids=places.clamp_min(0), use_cache=True)

@@ -6,8 +6,9 @@ subjects of ten edits, 5 survived):
 
 - *about*: other statements on the same subject. `TEMPLATES` are filled with it, and the model says which of them state
   the edited fact: those to which it gives the answer that it gives to the fact's prompt are *rewordings*, at which the
-  edit holds, too, if they also share a word with the prompt. Those that may state the fact are left alone. Of the
-  rest, those count whose next token tells most about the subject (the divergence from the nearest other subject's).
+  edit holds, too, if they also share a word with the prompt. Those that may state it, or another edited fact about the
+  subject, are left alone. Of the rest, those count whose next token tells most about the subject (the divergence from
+  that of the nearest other subject).
 - *beside*: the fact's own prompt about other subjects, whose input embeddings are nearest to the subject's.
 
 Every second prompt of both kinds is held by the edit; the others are kept for measuring it.
@@ -23,7 +24,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from attnflow.knowledge.editing.edit_targets import run, token_ids
+from attnflow.knowledge.editing.edit_targets import longest, run, token_ids
 from attnflow.knowledge.editing.facts import Fact
 from attnflow.models.subject import Subject
 
@@ -84,28 +85,44 @@ def likely(subject: Subject, prompts: Sequence[str]) -> Tensor:
 
 def guard_of(subject: Subject, fact: Fact, edited: Sequence[Fact]) -> EditGuard:
     """Find what an edit of `fact` must leave as it is, among `edited` facts; none without a subject."""
-    if not fact.subject:
+    limit = longest(subject)
+
+    def fits(text: str) -> bool:
+        return limit is None or len(token_ids(subject.tokenizer, text)) <= limit
+
+    mine = [fact, *(other for other in edited if other.subject == fact.subject and other != fact)]
+    names = [
+        name
+        for name in (_nearest(subject, fact.subject) if fact.subject else ())
+        if all(fits(other.prompt.replace(fact.subject, name)) for other in mine)
+    ]
+    templates = [
+        text for text in TEMPLATES if names and fits(text.format(fact.subject)) and fits(text.format(names[0]))
+    ]
+    if not templates:
         return NO_GUARD
-    names = _nearest(subject, fact.subject)
-    known = {prompt for other in edited for prompt in other.prompts}
-    prompts = [fact.prompt.replace(fact.subject, name) for name in names]
-    here = likely(subject, [fact.prompt, *(template.format(fact.subject) for template in TEMPLATES)])
-    there = likely(subject, [prompts[0], *(template.format(names[0]) for template in TEMPLATES)])
-    now, elsewhere = int(here[0].argmax()), there.argmax(dim=-1)
+    here, there = (
+        likely(subject, [text.replace(fact.subject, name) for text in (other.prompt for other in mine)]
+               + [template.format(name) for template in templates])
+        for name in (fact.subject, names[0])
+    )  # fmt: skip
+    said, elsewhere, count = here.argmax(dim=-1), there.argmax(dim=-1), len(mine)
     # An answer that the nearest other subject shares says nothing of the subject, as " the" after "is".
-    own = (here.argmax(dim=-1) == now) & (elsewhere != now) & (elsewhere[0] != now)
-    states = (here[:, now] > _SAME) & (elsewhere[0] != now)
-    telling = (here * (here.clamp_min(_TINY).log() - there.clamp_min(_TINY).log())).sum(dim=-1)
+    telling = said[:count] != elsewhere[:count]
+    states = ((here[count:, said[:count]] > _SAME) & telling).any(dim=1)
+    restates = telling[0] & (said[count:] == said[0]) & (elsewhere[count:] != said[0])
+    apart = (here * (here.clamp_min(_TINY).log() - there.clamp_min(_TINY).log())).sum(dim=-1)[count:]
+    known = {prompt for other in edited for prompt in other.prompts}
     rewordings, about = list[str](), list[str]()
-    for index in telling[1:].argsort(descending=True, stable=True).tolist():
-        prompt = TEMPLATES[index].format(fact.subject)
-        shares = _words(TEMPLATES[index]) & _words(fact.prompt)
+    for index in apart.argsort(descending=True, stable=True).tolist():
+        words, prompt = _words(templates[index]), templates[index].format(fact.subject)
         if prompt in known:
             continue
-        if shares and own[index + 1]:
+        if words & _words(fact.prompt) and restates[index]:
             rewordings.append(prompt)
-        elif not shares and not states[index + 1]:
+        elif not states[index] and not any(words & _words(other.prompt) for other in mine):
             about.append(prompt)
+    prompts = [fact.prompt.replace(fact.subject, name) for name in names]
     about, beside = about[:_ABOUT], [prompt for prompt in prompts if prompt not in known][:_BESIDE]
     return EditGuard(tuple(rewordings), tuple(about[::2]), tuple(beside[::2]), tuple(about[1::2]), tuple(beside[1::2]))
 
