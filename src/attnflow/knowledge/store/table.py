@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
+from time import sleep
 from typing import Any, Final
 
 import numpy as np
@@ -229,7 +230,9 @@ class EntryTable:
             tagged = {tag["version"] for tag in self._table.tags.list().values()}
             dates = [old["timestamp"] for old in self._table.list_versions() if old["version"] in tagged]
             ages = [datetime.now(date.tzinfo) - date + timedelta(minutes=1) for date in dates]
-            self._table.optimize(cleanup_older_than=max([keep, *ages]))
+            for _ in range(2):  # it first makes a version itself, which is then too young to be dropped
+                self._table.optimize(cleanup_older_than=max([keep, *ages]))
+                sleep(0.002)
             self._version, self._commits = self._table.version, 0
 
     def bytes_on_disk(self) -> int | None:
