@@ -3,15 +3,22 @@
 Every provider starts from queries and keys, so that the bias and its own backward are paid for by all. One layer:
 LLaMA-2-7B's shape in bfloat16 on a GPU, SmolLM2-135M's in float32 on a CPU. Whole models: training step and decoding,
 with a bias on every other layer, against the same model without. `ratio` is over ours: below 1 is faster than ours.
+
+Kinds other than guidance cost little over SDPA, so each of their runs alternates with SDPA, and its note has the median
+ratio; on a CPU by the process's own time, which other programs disturb less than the clock.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import resource
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,11 +28,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnflow import masks
 from attnflow.bias import attention
+from attnflow.bias.attention import Backend
 from attnflow.bias.call import Allow
-from attnflow.bias.terms import Additive, Guidance, Product, Term
-from benchmarks.harness import Case, main
+from attnflow.bias.positions import buckets, slopes
+from attnflow.bias.terms import Additive, Guidance, Offset, Product, Term
+from benchmarks.harness import Case, Seconds, main
 
-HIDDEN, RANK, NEW_TOKENS = 64, 64, 32
+HIDDEN, RANK, NARROW, NEW_TOKENS = 64, 64, 16, 32
 SMOLLM2 = {  # as LlamaConfig has them
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -79,6 +88,9 @@ class Layer:
             "weight": draw(1, HIDDEN, std=HIDDEN**-0.5),
             "offset": draw(1),
             "gate": draw(heads, kv_width, std=kv_width**-0.5),
+            "slope": draw(heads),
+            "table": draw(heads, 32),
+            "form": draw(heads, dim, dim, std=1 / dim),
         }
         shapes = ((1, heads, n, dim), (1, kv_heads, n, dim), (1, kv_heads, n, dim))
         return cls(*(draw(*shape, dtype=dtype) for shape in shapes), parameters)
@@ -110,7 +122,49 @@ def cumulative_terms(layer: Layer) -> list[Term]:
     return [Additive(-functional.logsigmoid(gates.float()).cumsum(dim=1).mT)]
 
 
-TERMS = {"guidance": guidance_terms, "lowrank": lowrank_terms, "cumulative": cumulative_terms}
+def narrow_terms(layer: Layer) -> list[Term]:
+    """The first numbers of both sides."""
+    (term,) = lowrank_terms(layer)
+    assert isinstance(term, Product)
+    return [Product(term.rows[..., :NARROW], term.columns[..., :NARROW])]
+
+
+def key_terms(layer: Layer) -> list[Term]:
+    _, columns = layer.project()
+    return [Additive(network(columns, layer.parameters)[None, None])]
+
+
+def positions_of(layer: Layer) -> Tensor:
+    return torch.arange(layer.query.shape[2], device=layer.query.device)[None]
+
+
+def alibi_terms(layer: Layer) -> list[Term]:
+    slope = layer.parameters["slope"] * slopes(layer.query.shape[1], layer.query.device)
+    return [Additive(slope[None, :, None] * positions_of(layer))]
+
+
+def bilinear_terms(layer: Layer) -> list[Term]:
+    """Each head reads its own part of the queries and keys."""
+    rows = layer.query.float() @ layer.parameters["form"]
+    return [Product(rows, layer.key.float().repeat_interleave(layer.query.shape[1] // layer.key.shape[1], dim=1))]
+
+
+def relative_terms(layer: Layer) -> list[Term]:
+    where = positions_of(layer)
+    bucket_of = buckets(torch.arange(-128, 129, device=where.device), 32, 128, bidirectional=False)
+    return [Offset(layer.parameters["table"], bucket_of, where, where, 128)]
+
+
+TERMS: dict[str, Callable[[Layer], list[Term]]] = {
+    "guidance": guidance_terms,
+    "key": key_terms,
+    "cumulative": cumulative_terms,
+    "alibi": alibi_terms,
+    f"lowrank {RANK}": lowrank_terms,
+    f"lowrank {NARROW}": narrow_terms,
+    "bilinear": bilinear_terms,
+    "relative": relative_terms,
+}
 
 
 def network(hidden: Tensor, p: dict[str, Tensor]) -> Tensor:
@@ -162,14 +216,19 @@ def base(layer: Layer) -> Tensor:
         )
 
 
-def widened(layer: Layer) -> Tensor:
+def widened(layer: Layer, kind: str) -> Tensor:
     """FlashBias: a bias of low rank as further channels of queries and keys."""
-    rows, columns = layer.project()
-    dim, dtype = layer.query.shape[3], layer.query.dtype
-    rows, columns = (x.to(dtype).expand(1, layer.query.shape[1], -1, -1) for x in (rows, columns))
-    ratio = layer.query.shape[1] // layer.key.shape[1]
-    key, value = (x.repeat_interleave(ratio, dim=1) for x in (layer.key, layer.value))
-    query = torch.cat([layer.query / math.sqrt(dim), rows / math.sqrt(RANK)], dim=-1)
+    (term,) = TERMS[kind](layer)
+    heads, dim, dtype = layer.query.shape[1], layer.query.shape[3], layer.query.dtype
+    if isinstance(term, Additive):
+        columns = term.columns[..., None]
+        rows = torch.ones_like(columns[:, :1])
+    else:
+        assert isinstance(term, Product)
+        rows, columns = term.rows, term.columns
+    rows, columns = (x.to(dtype).expand(1, heads, -1, -1) for x in (rows, columns))
+    key, value = (x.repeat_interleave(heads // layer.key.shape[1], dim=1) for x in (layer.key, layer.value))
+    query = torch.cat([layer.query / math.sqrt(dim), rows], dim=-1)
     key = torch.cat([key, columns], dim=-1)
     with pinned(layer, SDPBackend.EFFICIENT_ATTENTION):
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=1.0)
@@ -196,10 +255,10 @@ def flex(layer: Layer) -> Callable[[], Tensor]:
     return lambda: attend(make())
 
 
-def ours(layer: Layer, kind: str) -> Callable[[], Tensor]:
+def ours(layer: Layer, kind: str, backend: Backend = "auto") -> Callable[[], Tensor]:
     n = layer.query.shape[2]
     allow = Allow.of(masks.causal(n), n, n, layer.query.device)  # layers of a model share it
-    return lambda: attention(layer.query, layer.key, layer.value, TERMS[kind](layer), allow)[0]
+    return lambda: attention(layer.query, layer.key, layer.value, TERMS[kind](layer), allow, backend=backend)[0]
 
 
 def compiled(layer: Layer) -> Callable[[], Tensor]:
@@ -210,12 +269,13 @@ def compiled(layer: Layer) -> Callable[[], Tensor]:
 def forward_of(provider: str, kind: str, layer: Layer) -> Callable[[], Tensor]:
     return {
         "attnflow": lambda: ours(layer, kind),
+        "tiles": lambda: ours(layer, kind, "tiled"),
         "base": lambda: lambda: base(layer),
         "eager": lambda: lambda: sdpa(layer, separated_map(layer)),
         "compiled": lambda: compiled(layer),
         "flex": lambda: flex(layer),
         "concatenation": lambda: lambda: sdpa(layer, concatenated_map(layer)),
-        "widened": lambda: lambda: widened(layer),
+        "widened": lambda: lambda: widened(layer, kind),
         "gates": lambda: lambda: sdpa(layer, cumulative_map(layer)),
     }[provider]()
 
@@ -253,6 +313,34 @@ def _one_layer(provider: str, kind: str, n: int, device: str, backward: bool) ->
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     return run
+
+
+@dataclass
+class Alternating:
+    """Runs SDPA without a bias and then another arm; times the second, and notes the median ratio."""
+
+    base: Callable[[], object]
+    arm: Callable[[], object]
+    clock: Callable[[], float]
+    ratios: list[float] = field(default_factory=list[float])
+    note: str = ""
+
+    def __call__(self) -> Seconds:
+        times = [self.clock()]
+        for run in (self.base, self.arm):
+            run()
+            times.append(self.clock())
+        base, seconds = (after - before for before, after in pairwise(times))
+        self.ratios.append(seconds / base)
+        median = statistics.median(self.ratios)
+        threads, load = torch.get_num_threads(), os.getloadavg()[0]
+        self.note = f"{median:.2f} of SDPA, alternating; {threads} threads, load {load:.0f}"
+        return Seconds(seconds)
+
+
+def beside_base(provider: str, kind: str, n: int, device: str, backward: bool) -> Alternating:
+    arms = (one_layer(name, kind, n, device, backward) for name in ("base", provider))
+    return Alternating(*arms, time.perf_counter if device == "cuda" else time.process_time)
 
 
 def base_model(sizes: Mapping[str, int], device: str) -> Any:
@@ -331,8 +419,16 @@ PEERS = {
         "FlexAttention, bias captured": "flex",
         "the paper's concatenation": "concatenation",
     },
-    "lowrank": {"base (SDPA, no bias)": "base", "FlashBias, wider q and k": "widened"},
-    "cumulative": {"base (SDPA, no bias)": "base", "SDPA, gates held whole": "gates"},
+}
+TILES, FLASHBIAS = {"tiles": "tiles"}, {"FlashBias, wider q and k in SDPA": "widened"}
+CHEAP: dict[str, dict[str, str]] = {
+    "key": TILES | FLASHBIAS,
+    "cumulative": TILES | {"SDPA, gates held whole": "gates"},
+    "alibi": TILES | FLASHBIAS,
+    f"lowrank {NARROW}": TILES | FLASHBIAS,
+    f"lowrank {RANK}": TILES | FLASHBIAS,
+    "bilinear": TILES | FLASHBIAS,
+    "relative": TILES,
 }
 
 
@@ -341,7 +437,7 @@ def cases(device: str) -> list[Case]:
     repeats = 30 if gpu else 5
     listed: list[Case] = []
     for kind, peers in PEERS.items():
-        for n in (512, 1024, 2048, 4096, 8192) if gpu or kind == "guidance" else (1024, 4096):
+        for n in (512, 1024, 2048, 4096, 8192):
             for backward in (False, True):
                 what = f"{kind} bias, {'forward + backward' if backward else 'forward'}"
                 for name, key in {"attnflow": "attnflow", **peers}.items():
@@ -351,6 +447,13 @@ def cases(device: str) -> list[Case]:
                         continue
                     arguments = (key, kind, n, device, backward)
                     listed.append(Case(what, name, n, HERE, "one_layer", arguments, repeats=repeats))
+    for kind, peers in CHEAP.items():
+        for n in (512, 1024, 2048, 4096):
+            for backward in (False, True):
+                what = f"{kind} bias, {'forward + backward' if backward else 'forward'}"
+                for name, key in {"attnflow": "attnflow", **peers}.items():
+                    arguments = (key, kind, n, device, backward)
+                    listed.append(Case(what, name, n, HERE, "beside_base", arguments, repeats=max(repeats, 9)))
     for what, function, sizes in (
         ("training step", "training_step", (512, 1024, 2048)),
         (f"decoding of {NEW_TOKENS} tokens", "decoding", (512, 2048)),

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attnflow.knowledge import GeneralizedCrossAttention, Retrieval, Store
+from attnflow import load_model
+from attnflow.knowledge import GeneralizedCrossAttention, Retrieval, Store, from_ffn
 from attnflow.knowledge.reader import KnowledgeReader
 from attnflow.knowledge.store.source import EntrySource
 from benchmarks.harness import OURS, Case, main
@@ -172,8 +173,31 @@ PROVIDERS: dict[str, Callable[[Scene], Callable[[Tensor], Tensor]]] = {
 OTHER_FUNCTIONS = ("product-key memory", "TokenFormer")
 
 
+def training_step(provider: str, tokens: int, device: str) -> Callable[[], object]:
+    """A step of SGD on one sequence of SmolLM2-135M, all of whose parameters learn."""
+    model = load_model("smollm2-135m").model.train()
+    model = (from_ffn(model, check=False) if provider == OURS else model).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    ids = torch.randint(20, 40_000, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def run() -> object:
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    run()
+    return run
+
+
 def cases(device: str) -> list[Case]:
-    return [
+    step = "training step of SmolLM2-135M with from_ffn"
+    steps = [
+        Case(step, provider, 256, __name__, "training_step", (provider, 256, device), repeats=5)
+        for provider in (OURS, "transformers (the model itself)")
+    ]
+    return steps + [
         Case(f"read of E, N={tokens}", provider, size, __name__, "layer", (provider, size, tokens, device))
         for tokens in (1, 128)
         for size in SIZES

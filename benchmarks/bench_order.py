@@ -15,6 +15,11 @@ import torch
 from attnflow import masks, order
 from benchmarks.harness import Case, main
 
+
+def random(n: int, density: float) -> masks.Mask:
+    return masks.from_dense(torch.rand(n, n, generator=torch.Generator().manual_seed(0)) < density)
+
+
 MASKS = {
     "full": masks.full,
     "causal": masks.causal,
@@ -33,8 +38,10 @@ MASKS = {
     "block_diffusion": lambda n: masks.block_diffusion(n // 32, 16),
     "butterfly": lambda n: masks.butterfly((n + 2) // 3),
     "multi_token_prediction": lambda n: masks.multi_token_prediction(n // 4, 4),
-    "random": lambda n: masks.from_dense(torch.rand(n, n, generator=torch.Generator().manual_seed(0)) < 0.5),
-    "random_sparse": lambda n: masks.from_dense(torch.rand(n, n, generator=torch.Generator().manual_seed(0)) < 2 / n),
+    "random": lambda n: random(n, 0.5),
+    "random_sparse": lambda n: random(n, 2 / n),
+    "random_8_keys": lambda n: random(n, 8 / n),
+    "random_twentieth": lambda n: random(n, 0.05),
     "random_triangular": lambda n: masks.from_dense(
         (torch.rand(n, n, generator=torch.Generator().manual_seed(0)) < 0.5).tril()
     ),
@@ -48,7 +55,8 @@ STACKS = {
     "window_and_dilated": lambda n: [masks.sliding_window(n, 512), masks.dilated_window(n, 64, 4)] * 2,
     "longformer_and_global": lambda n: [masks.longformer(n, 512, [0]), masks.global_tokens(n, [0])] * 2,
 }
-WITH_PEERS = ("causal", "big_bird", "butterfly", "random_sparse")
+WITH_PEERS = ("causal", "big_bird", "butterfly")
+SCATTERED = ("random_sparse", "random_8_keys", "random_twentieth")
 
 
 def ours(name: str, n: int) -> Callable[[], object]:
@@ -140,7 +148,16 @@ def cases(device: str) -> list[Case]:
     listed: list[Case] = []
     for name in MASKS:
         n = 4096 if name.startswith("random") else 16384
-        listed.append(Case(f"order of {name}", "attnflow", n, here, "ours", (name, n)))
+        if name not in SCATTERED:
+            listed.append(Case(f"order of {name}", "attnflow", n, here, "ours", (name, n)))
+    for name in SCATTERED:
+        for n in (256, 1024, 4096):
+            for provider, function in (
+                ("attnflow", "ours"),
+                ("rustworkx (graph ready-made)", "rustworkx_reduction"),
+                ("networkx (graph ready-made)", "networkx_reduction"),
+            ):
+                listed.append(Case(f"order of {name}", provider, n, here, function, (name, n)))
     for name in WITH_PEERS:  # of 1,024 positions: at 4,096 networkx and rustworkx take minutes
         listed.append(Case(f"order of {name}", "attnflow", 1024, here, "ours", (name, 1024)))
         for peer, function, note in (

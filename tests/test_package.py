@@ -58,7 +58,7 @@ rooms = ["models", "masks", "order", "audit", "tasks", "bias", "geometry", "know
 modules = {name: getattr(attnflow, name) for name in rooms}
 public = {(room, name): getattr(module, name) for room, module in modules.items() for name in module.__all__}
 for info in pkgutil.walk_packages(attnflow.__path__, "attnflow."):
-    if info.name != "attnflow.__main__":
+    if info.name not in ("attnflow.__main__", "attnflow.bias.pairs"):  # the second imports Triton
         importlib.import_module(info.name)
 print([f"{room}.{name}" for (room, name), value in public.items() if getattr(modules[room], name) is not value])
 """
@@ -68,7 +68,7 @@ print([f"{room}.{name}" for (room, name), value in public.items() if getattr(mod
 def test_there_are_not_too_many_public_names():
     """A name that no guide, example or test of a user's needs is not public; masks of the catalogue do not count."""
     names = {f"{room.__name__}.{name}" for room in ROOMS if room is not af.testing for name in room.__all__}
-    assert len(names - {f"attnflow.masks.{name}" for name in named_masks()}) <= 95
+    assert len(names - {f"attnflow.masks.{name}" for name in named_masks()}) <= 97
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__.rpartition(".")[2])

@@ -112,13 +112,16 @@ af.report.figure(trace, picture="entries")
 #
 # `edit` finds what three middle layers would have to add at the last token of
 # the subject. Then it makes the smallest change of the entries' values that adds
-# it there. *Smallest* is measured on other text, here Shakespeare's sonnets: an
-# entry that rarely fires there may change most.
+# it there. *Smallest* is measured on other text, which the model writes itself:
+# an entry that rarely fires there may change most. A guard adds statements about
+# the subject and its relation to that text. First without it:
 
 # %%
 fact = {"prompt": spain, "answer": "Rome", "subject": "Spain"}
 entries_before = base.entries.detach().clone()
-first = af.knowledge.edit(model, fact, tokens=2048, tokenizer=tokenizer)
+first = af.knowledge.edit(
+    model, fact, guard=False, tokens=2048, tokenizer=tokenizer
+)
 print(first)
 
 assert first.report.ok
@@ -147,39 +150,42 @@ def check():
 
 follow, changed = check()
 
-assert (len(follow), {*follow} >= {*understood}) == (5, True)
-assert changed == ["The largest city in Spain is"]
+assert {*follow} == {*understood}
+assert "The largest city in Spain is" in changed
 
 # %% [markdown]
-# All understood paraphrases follow, and two others besides. All twelve other
-# countries keep their capitals. But the edit went too far about Spain itself:
-# the largest city in Spain is now Rome, too. An edit is made at the token
-# "Spain", so other facts about Spain are the ones to check first.
+# All understood paraphrases follow. But the edit went too far: the largest city
+# in Spain is now Rome, too, and a neighbour lost its capital. An edit is made at
+# the token "Spain", so other facts about Spain are the ones to check first.
 #
-# ## 6. Take it back, and name what must stay
+# ## 6. Take it back, and guard what is near
 #
-# A handle takes its change back. Then edit again, and name texts that must stay:
-# at their tokens nothing is added. `first.moments` saves reading the sonnets
-# again.
+# A handle takes its change back. Then edit again, now with the guard. It finds
+# other statements about Spain and other countries in the same sentence, holds
+# half of them, and measures the other half. It also makes an edit more timid, so
+# name the paraphrases that should follow. `first.moments` saves writing and
+# reading the text again.
 
 # %%
 first.remove()
 assert torch.equal(base.entries, entries_before)
 
-named = [*neighbours[:4], *changed]
+worded = {**fact, "paraphrases": understood}
 second = af.knowledge.edit(
-    model, fact, untouched=named, text=first.moments, tokenizer=tokenizer
+    model, worded, text=first.moments, tokenizer=tokenizer
 )
 print(second)
 follow_again, changed_again = check()
 
+assert second.report.ok
 assert {*follow_again} == {*understood}
-assert changed_again == []
+assert changed_again == ["The largest city in Spain is"]
 
 # %% [markdown]
-# Now nothing changed but the fact and its paraphrases: Barcelona is the largest
-# city again. That has a price. The two paraphrases that the model had not
-# understood no longer follow.
+# Every neighbour keeps its capital, and six of seven other statements about
+# Spain stay. Its largest city does not: the model had been in two minds between
+# Barcelona and Madrid, and the guard leaves alone what may state the fact itself.
+# Name such a text in `untouched=`, and nothing is added at its tokens.
 #
 # One fact of one model is an example. In the
 # [experiment](../../experiments/editing/README.md) all of 30 facts changed. Of

@@ -19,18 +19,15 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.convert import from_ffn
 from attnflow.knowledge.editing import facts as taught
-from attnflow.knowledge.editing.edit import Edited, edited_layers, layer_change, value_changes
+from attnflow.knowledge.editing.edit import Edited, edited_layers, value_changes
 from attnflow.knowledge.editing.edit_targets import (
-    Layers,
     Method,
     Moments,
     Spot,
-    Targets,
     leads_of,
     places_of,
     read_moments,
     targets,
-    weights_everywhere,
 )
 from attnflow.models import load_model, sample_text
 from attnflow.models.subject import Subject
@@ -132,30 +129,6 @@ def measured(model: nn.Module, tokenizer: Any, case: Case, text: Tensor) -> dict
     }
 
 
-def few_changes(
-    subject: Subject,
-    layers: Layers,
-    wanted: Targets,
-    untouched: Sequence[Sequence[int]],
-    moments: Moments,
-    ridge: float,
-    count: int,
-) -> dict[int, Tensor]:
-    """`value_changes` of so many entries of each layer alone.
-
-    They are those by which most can be written at the subjects with least effect elsewhere: the largest k_e (M^-1 k)_e.
-    """
-    quiet, changes = weights_everywhere(subject, layers, untouched), dict[int, Tensor]()
-    for layer in layers:
-        (rows, added), moment = wanted[layer], moments.layers[layer]
-        share = (rows * torch.linalg.solve(moment, rows.T).T).mean(dim=0)
-        some = share.topk(count).indices.sort().values
-        others = quiet[layer][:, some] if untouched else None
-        changes[layer] = torch.zeros(len(moment), added.shape[1], dtype=torch.float64)
-        changes[layer][some] = layer_change(rows[:, some], added, moment[some][:, some], others, ridge)
-    return changes
-
-
 class Bench:
     """A converted model, and everything that is computed once."""
 
@@ -183,7 +156,7 @@ class Bench:
         common = (self.subject, self.layers, wanted)
         changes = [
             *(value_changes(*common, untouched, self.moments, self.method.ridge) for untouched in ([], quiet)),
-            few_changes(*common, quiet, self.moments, self.method.ridge, count),
+            value_changes(*common, quiet, self.moments, self.method.ridge, count),
         ]
         before = measured(self.model, self.tokenizer, case, self.text)
         arms = {name: self._applied(change, case) for name, change in zip(ARMS[:3], changes, strict=True)}

@@ -91,7 +91,7 @@ function May({ pane, flow, chosen, detail, state }) {
   return (
     <div class="beside">
       <div>
-        <p>{flow.reach.length ? `${count === flow.tokens.length ? `All ${plural(count, "token")}` : `${count} of ${plural(flow.tokens.length, "token")}`} may reach ${end}.` : "The model declares no order that could be checked."}</p>
+        <p>{flow.reach.length ? `${count === flow.tokens.length ? `All ${plural(count, "token")}` : `${count} of ${plural(flow.tokens.length, "token")}`} may reach ${end}.` : flow.encoder_tokens.length ? "No reach is counted across two halves: the audit below tests their order." : "The model declares no order that could be checked."}</p>
         <p class="quiet">{flow.leaks.length ? <b class="trouble">{plural(flow.leaks.length, "line")} against the order.</b> : flow.reach.length ? <><b class="good">Clean:</b> no pair that the order forbids carries anything.</> : ""} {detail?.depth === undefined || detail?.depth === null ? "" : `Depth ${detail.depth}.`}</p>
         <p class="quiet"><button type="button" class="link" onClick={() => state.showMask()}>Draw another mask</button></p>
       </div>
@@ -121,7 +121,7 @@ function Strength({ pane, flow, chosen, detail }) {
       </div>
       <svg class="weights" width={wide * row.length + 2} height={high * detail.weights.length + 2} role="img" aria-label={`Attention weights of “${textOf(flow, chosen, "query")}” in the heads of layer ${chosen.layer}`} onPointerLeave={() => (pane.hover.value = null)}>
         {detail.weights.map((weights, head) => weights.map((weight, i) => (
-          <rect x={1 + i * wide} y={1 + head * high} width={wide - 0.8} height={high - 0.8} fill-opacity={0.06 + 0.94 * (weight ?? 0)} class={head === chosen.head && i === at ? "chosen" : pane.hover.value?.layer === chosen.layer && pane.hover.value.head === head && pane.hover.value.key === detail.keys[i] ? "lit" : ""} onPointerEnter={() => (pane.hover.value = { layer: chosen.layer, head, query: chosen.query, key: detail.keys[i], half: chosen.half ?? "", carried: flow.edges.find((edge) => sameLine(edge, { layer: chosen.layer, head, query: chosen.query, key: detail.keys[i], half: chosen.half ?? "" }))?.carried ?? null, weight })} onClick={() => pick(head, i)}>
+          <rect x={1 + i * wide} y={1 + head * high} width={wide - 0.8} height={high - 0.8} fill-opacity={0.06 + 0.94 * (weight ?? 0)} class={head === chosen.head && i === at ? "chosen" : pane.lit.value?.layer === chosen.layer && pane.lit.value.head === head && pane.lit.value.key === detail.keys[i] ? "lit" : ""} onPointerEnter={() => (pane.hover.value = { layer: chosen.layer, head, query: chosen.query, key: detail.keys[i], half: chosen.half ?? "", carried: flow.edges.find((edge) => sameLine(edge, { layer: chosen.layer, head, query: chosen.query, key: detail.keys[i], half: chosen.half ?? "" }))?.carried ?? null, weight })} onClick={() => pick(head, i)}>
             <title>{`head ${head}, “${names[detail.keys[i]]}” (${detail.keys[i]}): ${percent(weight)}`}</title>
           </rect>
         )))}
@@ -147,12 +147,12 @@ function Geometry({ state, pane, flow, chosen }) {
     const line = flow.edges.find((edge) => edge.layer === layer && edge.head === head && !edge.half);
     if (line) pane.choose(line);
   };
-  const isHere = ({ layer, head }) => layer === chosen.layer && head === chosen.head;
-  const isLit = ({ layer, head }) => pane.hover.value?.layer === layer && pane.hover.value.head === head;
+  const isHere = ({ layer, head }) => !chosen.half && layer === chosen.layer && head === chosen.head;
+  const isLit = ({ layer, head }) => pane.lit.value?.layer === layer && pane.lit.value.head === head;
   return (
     <div class="beside">
       <div>
-        {lead ? <p>Head {nameOf(chosen)} is {lead}: directionality <b class="n">{signed(directionality)}</b>, symmetry <b class="n">{signed(symmetry)}</b>.</p> : <p class="quiet">An entry has no head: choose a line.</p>}
+        {lead ? <p>Head {nameOf(chosen)} is {lead}: directionality <b class="n">{signed(directionality)}</b>, symmetry <b class="n">{signed(symmetry)}</b>.</p> : <p class="quiet">{chosen.half ? "The plane is that of the decoder’s own attention: choose one of its lines." : "An entry has no head: choose a line."}</p>}
         <p class="quiet">Each dot is one of {plural(all.length, "head")}, from the weights alone: ↑ query-led, ↓ key-led, → symmetric.</p>
       </div>
       <svg class="dots" width={DOT.width} height={DOT.height} role="img" aria-label="Symmetry (across) and directionality (up) of every head" onPointerLeave={() => (pane.hover.value = null)}>

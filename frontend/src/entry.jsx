@@ -78,7 +78,7 @@ export function Entry({ state, value }) {
     <>
       <h3>Entry {value.entry} <span class="aside n">layer {value.layer}{value.head ? `, head ${value.head}` : ""} · norm of its value {value.norm}</span></h3>
       <Tokens label="Token after which the next one is predicted" tokens={value.tokens} values={value.weights} chosen={value.position} disabled={isBusy} onPick={(position) => open(value, position)} words={(weight) => (weight ? `weight ${signed(weight)}` : "others are stronger")} />
-      <p class="quiet">Coloured where the entry is among the strongest of its layer: blue with a positive weight, red with a negative one, which exchanges up and down.</p>
+      <p class="quiet">Coloured where the entry is among the strongest of its layer: blue with a positive weight, orange with a negative one, which exchanges up and down.</p>
       <Without state={state} value={value} isBusy={isBusy} />
       {value.without && <p class="quiet">Its tokens are unknown: {value.without}.</p>}
       <div class="charts">

@@ -28,12 +28,12 @@ export function Families({ studio }) {
         {reply ? <Score state={state} /> : <p class="quiet">{state.error.value || "…"}</p>}
         <div class="pair">
           <MergedMatrix state={state} />
-          <Diagram state={state} />
+          <WhatIf state={state} />
         </div>
       </div>
       <div class="side" role="group" aria-label="Proof">
         <Proof state={state} />
-        <WhatIf state={state} />
+        <Diagram state={state} />
       </div>
     </main>
   );

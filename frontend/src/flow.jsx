@@ -4,7 +4,7 @@ import { useSignal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
 import { percent } from "./format.js";
 import { signed } from "./model_charts.jsx";
-import { sameLine } from "./prompt.js";
+import { endsOf, isLit, sameLine } from "./prompt.js";
 
 const LEFT = 30; // of the numbers of layers
 const BARS = 74; // what each layer adds at the token that answers
@@ -84,8 +84,7 @@ function Drawing({ pane, flow, limit, most, width, onPick }) {
   const wide = (amount) => 0.6 + (11 * Math.min(1.5, Math.abs(amount ?? 0) / most)); // in proportion
   const step = Math.ceil(layers / 6);
   const heads = 1 + Math.max(0, ...flow.edges.map((edge) => edge.head));
-  const hover = pane.hover.value;
-  const isLit = (item) => sameLine(item, hover) || (hover && item.entry === undefined && hover.query === undefined && hover.layer === item.layer && hover.head === item.head);
+  const lit = pane.lit.value;
   const ends = (edge) => [y(edge.layer + 0.04 + (0.3 * edge.head) / heads), y(edge.layer + 0.62 + (0.3 * edge.head) / heads)];
   const path = (edge) => {
     const [a, b] = [place.x(edge, "key"), place.x(edge, "query")];
@@ -99,11 +98,12 @@ function Drawing({ pane, flow, limit, most, width, onPick }) {
     <svg class="flow" width={width} height={bottom + ROOM.bottom} role="img" aria-label={`Flow of the answer ${flow.answer}: ${flow.tokens.length} tokens, ${layers} layers, the ${edges.length} strongest lines; the same as a table below`} onPointerLeave={() => (pane.hover.value = null)}>
       {Array.from({ length: layers }, (_, i) => i).filter((i) => i % step === 0 || i === layers - 1).filter((i, n, all) => n === all.length - 1 || all.at(-1) - i >= step / 2 ).map((i) => <g class="tick"><path d={`M${LEFT},${y(i + 0.5)}H${place.end}`} /><text x={LEFT - 6} y={y(i + 0.5) + 3.5} text-anchor="end">{i}</text></g>)}
       <text class="axis" transform={`translate(9 ${bottom}) rotate(-90)`}>layer →</text>
+      {place.before > 0 && [["encoder", 0], ["decoder", place.before]].map(([half, first]) => <text class="axis" x={place.at(first - place.before)} y={ROOM.top - 1} text-anchor="middle">{half}</text>)}
       {place.cells.map((cell) => <Stream cell={cell} flow={flow} place={place} y={y} wide={wide} layers={layers} />)}
       {edges.map((edge) => {
         const looked = sameLine(edge, chosen);
         return (
-          <g key={`${edge.half}${edge.name}.${edge.query}.${edge.key}`} class={`line ${edge.carried < 0 ? "against" : "for"}${looked ? " chosen" : ""}${isLit(edge) ? " lit" : ""}`} data-line={`${edge.name} ${edge.query} ${edge.key}`} onPointerEnter={() => (pane.hover.value = edge)} onClick={() => onPick(edge)}>
+          <g key={`${edge.half}${edge.name}.${edge.query}.${edge.key}`} class={`line ${edge.carried < 0 ? "against" : "for"}${looked ? " chosen" : ""}${isLit(edge, lit) ? " lit" : ""}`} data-line={`${edge.name} ${edge.query} ${edge.key}`} onPointerEnter={() => (pane.hover.value = edge)} onClick={() => onPick(edge)}>
             <title>{spoken(flow, edge)}</title>
             <path class="reach" d={path(edge)} />
             <path d={path(edge)} stroke-width={wide(edge.carried)} />
@@ -115,7 +115,7 @@ function Drawing({ pane, flow, limit, most, width, onPick }) {
         const [cx, cy] = [place.x(entry, "position"), y(entry.layer + 0.85)];
         const r = 2.2 + 0.45 * wide(entry.carried);
         return (
-          <path key={`${entry.name}.${entry.position}.${entry.half}`} class={`entry ${entry.carried < 0 ? "against" : "for"}${sameLine(entry, chosen) ? " chosen" : ""}${sameLine(entry, hover) ? " lit" : ""}`} data-entry={entry.name} d={`M${cx},${cy - r}L${cx + r},${cy}L${cx},${cy + r}L${cx - r},${cy}Z`} onPointerEnter={() => (pane.hover.value = entry)} onClick={() => onPick(entry)}>
+          <path key={`${entry.name}.${entry.position}.${entry.half}`} class={`entry ${entry.carried < 0 ? "against" : "for"}${sameLine(entry, chosen) ? " chosen" : ""}${isLit(entry, lit) ? " lit" : ""}`} data-entry={entry.name} d={`M${cx},${cy - r}L${cx + r},${cy}L${cx},${cy + r}L${cx - r},${cy}Z`} onPointerEnter={() => (pane.hover.value = entry)} onClick={() => onPick(entry)}>
             <title>{spoken(flow, entry)}</title>
           </path>
         );
@@ -147,16 +147,15 @@ function TokenCell({ cell, pane, flow, place, y }) {
   if (cell.isFold) return <text class="fold" x={cell.x} y={y + 14} text-anchor="middle"><title>{`tokens ${cell.first} to ${cell.last} send or get little`}</title>…</text>;
   const isOwn = cell.first >= place.before;
   const position = isOwn ? cell.first - place.before : cell.first;
-  const chosen = pane.chosen.value;
-  const line = pane.hover.value ?? chosen;
-  const ends = line?.entry === undefined ? [line?.key, line?.query] : [line?.position];
-  const marked = ends.includes(position);
+  const [lit, chosen] = [pane.lit.value, pane.chosen.value];
+  const line = lit && (lit.at !== undefined || lit.entry !== undefined || lit.query !== undefined) ? lit : chosen;
+  const marked = line && endsOf(line).some(([isEncoder, at]) => isEncoder !== isOwn && at === position);
   const cannot = isOwn && flow.reach.length > 0 && flow.reach[position] < 0;
   const most = Math.floor((cell.width - 6) / 6.6);
   const text = cell.text.length > most ? `${cell.text.slice(0, Math.max(1, most - 1))}…` : cell.text;
   return (
-    <g class={`token-cell${isOwn && position === flow.position ? " answers" : ""}${marked ? " marked" : ""}${cannot ? " cannot" : ""}`} onClick={isOwn ? () => pane.change({ position }) : undefined}>
-      <title>{`${cell.text} (${position})${cannot ? ": may not reach the answer" : ""}. Click: what comes after it`}</title>
+    <g class={`token-cell${isOwn && position === flow.position ? " answers" : ""}${marked ? " marked" : ""}${cannot ? " cannot" : ""}`} onPointerEnter={() => (pane.hover.value = { at: position, half: isOwn ? "" : "encoder" })} onClick={isOwn ? () => pane.change({ position }) : undefined}>
+      <title>{`${cell.text} (${position})${cannot ? ": may not reach the answer" : ""}${isOwn ? ". Click: what comes after it" : " of the encoder"}`}</title>
       <rect x={cell.x - cell.width / 2 + 1} y={y} width={cell.width - 2} height="22" rx="3" />
       <text x={cell.x} y={y + 15} text-anchor="middle">{text}</text>
     </g>

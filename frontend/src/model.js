@@ -68,11 +68,12 @@ export function createModel(studio) {
 
   async function answerTo(name, more, text) {
     const old = state.results[name].value;
+    const said = state.pane.value.said.value;
     const ablate = name === "trace" && state.isAblated.value ? { ablate: ABLATED } : {};
-    const reply = await ask({ op: name, text, ...ablate, ...more });
+    const reply = await ask({ op: name, text, said, ...ablate, ...more });
     if (!reply) return;
     if (name === "why" && reply.ok) state.place.value = { text, layer: reply.layer, head: reply.head, query: reply.query, key: reply.key };
-    const asked = JSON.stringify([typed(name), text]);
+    const asked = JSON.stringify([typed(name), text, said]);
     state.results[name].value = reply.ok ? { value: reply, error: "", text, asked } : { ...old, error: reply.error, asked };
     if (name === "entry" && reply.ok && state.isOut.value) await askEntry("without");
   }
@@ -148,7 +149,7 @@ export function createModel(studio) {
       const name = state.tab.value;
       const { value, asked } = state.results[name].value;
       if (!state.info.value?.model || !isQuick(name) || (name === "bias" && !state.info.value.bias)) return;
-      if (!value || (name !== "geometry" && asked !== JSON.stringify([typed(name), state.text.value]))) await state.run(name);
+      if (!value || (name !== "geometry" && asked !== JSON.stringify([typed(name), state.text.value, state.pane.value.said.value]))) await state.run(name);
     },
     /** Look at the strongest line of a head; where none is listed, at why it attends as it does. */
     pickHead(layer, head) {

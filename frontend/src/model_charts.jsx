@@ -13,7 +13,8 @@ const LOOKS = { clean: "clean", breaks: "breaks the order", carries: "carries a 
 /** Watched modules in columns, layers that are alike in a row; where a flow against the order starts is marked. */
 export function AuditMap({ value, first, module }) {
   return (
-    <div class="audit-map">
+    <div class="audit-map" data-saved>
+      <Save name="audit map" isTable rows={() => [["stack", "layers", "module", "status"], ...value.strips.flatMap((strip) => strip.rows.flatMap((row) => row.cells.flatMap((status, i) => (status ? [[strip.stack, row.name, strip.names[i], status]] : []))))]} />
       {value.strips.map((strip) => (
         <div class="scroll" key={strip.stack} tabIndex={0} role="region" aria-label={`Modules of ${strip.stack}`}>
           <table>
@@ -121,7 +122,7 @@ function scale(values, from, to) {
 
 const WIDEST = 720;
 
-/** Numbers as colours, the first row at the top: blue where positive, red where negative; `onPick(row, column)` takes a click. */
+/** Numbers as colours, the first row at the top: blue where positive, orange where negative; `onPick(row, column)` takes a click. */
 export function HeatMap({ title, values, sides, columns, x, y, row = null, column = null, onPick = null, words = signed, full = null }) {
   const pointed = useSignal(null);
   const { limit, largest } = full ? { limit: full, largest: reach(values).largest } : reach(values);
@@ -152,7 +153,7 @@ export function HeatMap({ title, values, sides, columns, x, y, row = null, colum
           {column !== null && <rect class="chosen" x={left + column * cell - 0.8} y={top + (row ?? 0) * high - 0.8} width={cell + 1} height={(row === null ? tall : high) + 1} />}
         </svg>
       </div>
-      <p class="readout n">{here ? `${sides[here[0]]}, ${columns[here[1]]}: ${words(values[here[0]][here[1]])}` : full ? `Full colour is ${words(full)}; the largest is ${words(largest)}.` : `Largest size ${largest.toPrecision(3)}${limit < largest ? `; colours end at ${limit.toPrecision(3)}, which 99 of 100 stay below` : ""}. Blue is positive, red negative.`}</p>
+      <p class="readout n">{here ? `${sides[here[0]]}, ${columns[here[1]]}: ${words(values[here[0]][here[1]])}` : full ? `Full colour is ${words(full)}; the largest is ${words(largest)}.` : `Largest size ${largest.toPrecision(3)}${limit < largest ? `; colours end at ${limit.toPrecision(3)}, which 99 of 100 stay below` : ""}. Blue is positive, orange negative.`}</p>
     </figure>
   );
 }
@@ -191,7 +192,7 @@ export function Tokens({ label, tokens, values = null, chosen = null, disabled =
 
 function Token({ text, value, limit, pressed, disabled, title, onClick }) {
   const share = limit && value ? Math.round(50 * Math.min(1, Math.abs(value) / limit)) : 0;
-  const style = share ? { background: `color-mix(in srgb, var(${value < 0 ? "--minus" : "--plus"}) ${share}%, var(--page))` } : undefined;
+  const style = share ? { background: `color-mix(in srgb, var(${value < 0 ? "--against" : "--for"}) ${share}%, var(--page))` } : undefined;
   if (!onClick) return <span class="token" style={style} title={title}>{text}</span>;
   return <button type="button" class="token" style={style} aria-pressed={pressed} disabled={disabled} title={title} onClick={onClick}>{text}</button>;
 }

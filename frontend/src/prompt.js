@@ -7,6 +7,22 @@ export const QUICK = 2; // seconds up to which an answer comes without being ask
 const PLACE = ["layer", "head", "query", "key"];
 
 export const placeOf = ({ layer, head, query, key, half, entry, position }) => (entry === undefined ? { layer, head, query, key, half: half ?? "" } : { layer, entry, position, half: half ?? "" });
+/** The tokens of a line or entry, each as [whether it is of the encoder, position]. */
+export function endsOf(item) {
+  const isEncoder = item.half === "encoder";
+  if (item.at !== undefined || item.entry !== undefined) return [[isEncoder, item.at ?? item.position]];
+  return [[isEncoder || item.half === "cross", item.key], [isEncoder, item.query]];
+}
+
+/** Whether what is pointed at, `hover`, is this line or entry; a head alone is all its lines, a token all that touches it. */
+export function isLit(item, hover) {
+  if (!hover || (hover.half !== undefined && hover.at === undefined && hover.half !== (item.half ?? ""))) return false;
+  if (hover.at !== undefined) return endsOf(item).some(([isEncoder, at]) => isEncoder === (hover.half === "encoder") && at === hover.at);
+  if (hover.layer !== item.layer || hover.entry !== item.entry) return false;
+  if (hover.entry !== undefined) return hover.isEcho || hover.position === item.position;
+  return hover.head === item.head && (hover.isEcho || hover.query === undefined || sameLine(item, hover));
+}
+
 export const sameLine = (a, b) => Boolean(a && b) && PLACE.every((name) => a[name] === b[name]) && (a.half ?? "") === (b.half ?? "") && a.entry === b.entry && a.position === b.position;
 
 /** One prompt of `model`; `number` tells it from the one beside it. */
@@ -14,13 +30,14 @@ export function createPane(model, number, text = "") {
   const pane = {
     number,
     text: signal(text),
+    said: signal(""), // what the decoder of an encoder-decoder begins with
     answer: signal(""), // the number of a token, or a text; the likeliest one
     against: signal(""),
     position: signal(null),
     likely: signal({ value: null, error: "", text: null }),
     flow: signal({ value: null, error: "", asked: null }),
     chosen: signal(null), // the line or entry that is looked at
-    hover: signal(null),
+    hover: signal(null), // a line, an entry, a head {layer, head} or a token {at, half}
     other: signal(null), // the key with which the chosen line's is compared
     detail: signal({ value: null, error: "" }),
     taken: signal([]),
@@ -34,8 +51,13 @@ export function createPane(model, number, text = "") {
     timer = 0;
   };
   const slot = (name) => `${name} ${number}`;
-  const message = () => ({ text: pane.text.value, answer: pane.answer.value, against: pane.against.value.trim(), position: pane.position.value });
+  const message = () => ({ text: pane.text.value, said: pane.said.value, answer: pane.answer.value, against: pane.against.value.trim(), position: pane.position.value });
   const key = () => JSON.stringify(message());
+  // What is pointed at here, or the same head, entry or token as in the other picture.
+  pane.lit = computed(() => {
+    const other = model.panes.value.find((one) => one !== pane)?.hover.value;
+    return pane.hover.value ?? (other ? { ...other, half: other.half ?? "", isEcho: true } : null);
+  });
   pane.isStale = computed(() => pane.flow.value.asked !== null && pane.flow.value.asked !== JSON.stringify(message()));
   pane.isQuick = computed(() => (model.seconds.value.explain ?? 0) < QUICK);
 
@@ -44,7 +66,7 @@ export function createPane(model, number, text = "") {
     const { half, ...place } = pane.chosen.value ? placeOf(pane.chosen.value) : (pane.wanted ?? {});
     const { position, ...line } = place;
     const at = position === undefined ? {} : { at: position };
-    return { text: pane.text.value, answer: pane.answer.value, against: pane.against.value, position: pane.position.value, ...line, half, ...at };
+    return { text: pane.text.value, said: pane.said.value || undefined, answer: pane.answer.value, against: pane.against.value, position: pane.position.value, ...line, half, ...at };
   });
 
   async function look() {
@@ -79,8 +101,8 @@ export function createPane(model, number, text = "") {
   }
 
   async function guess() {
-    const { text, position } = message();
-    const reply = await model.queue({ op: "next", text, position }, slot("next"));
+    const { text, said, position } = message();
+    const reply = await model.queue({ op: "next", text, said, position }, slot("next"));
     if (reply) pane.likely.value = reply.ok ? { value: reply, error: "", text } : { ...pane.likely.value, error: reply.error };
     return reply?.ok;
   }
@@ -94,6 +116,7 @@ export function createPane(model, number, text = "") {
       const isEntry = whole(entry) !== null;
       batch(() => {
         pane.text.value = place.text ?? pane.text.value;
+        pane.said.value = place.said ?? "";
         pane.answer.value = place.answer ?? "";
         pane.against.value = place.against ?? "";
         pane.position.value = whole(place.position);
@@ -121,7 +144,7 @@ export function createPane(model, number, text = "") {
       rest();
       batch(() => {
         for (const [name, value] of Object.entries(values)) pane[name].value = value;
-        if ("text" in values) [pane.position.value, pane.answer.value] = [null, ""];
+        if ("text" in values || "said" in values) [pane.position.value, pane.answer.value] = [null, ""];
         else if ("position" in values) pane.answer.value = "";
       });
       model.count(1);

@@ -8,7 +8,7 @@ import { percent, plural } from "./format.js";
 import { Views } from "./model.jsx";
 import { createModel } from "./model.js";
 import { Bar, fixed, signed } from "./model_charts.jsx";
-import { sameLine } from "./prompt.js";
+import { isLit, sameLine } from "./prompt.js";
 import { Save, saveText } from "./save.jsx";
 
 export function Prompt({ studio }) {
@@ -61,11 +61,11 @@ function Pane({ state, studio, pane }) {
       {error && <p class="trouble" role="alert">{error}</p>}
       <Answer state={state} pane={pane} />
       {flow ? (
-        <figure class="flow-figure" data-saved data-value={flow.value}>
+        <figure class={pane.isStale.value ? "flow-figure old" : "flow-figure"} data-saved data-value={flow.value}>
           <Flow pane={pane} limit={limit.value} most={most} onPick={pick} />
           <figcaption>
-            <p class="readout n" aria-live="polite">{spoken(flow, pane.hover.value?.query === undefined && pane.hover.value?.entry === undefined ? pane.chosen.value : pane.hover.value)}</p>
-            <p class="legend"><span class="swatch for" /> for the answer <span class="swatch against" /> against it <span class="mark">◆</span> an entry <span class="aside n">width: what it carries; {percent(flow.covered[limit.value === 5 ? 5 : limit.value === 80 ? 80 : 20] ?? 0)} of what moves lies in the strongest {limit.value === 5 ? 5 : limit.value === 80 ? 80 : 20} lines</span></p>
+            <p class="readout n" aria-live="polite">{spoken(flow, pointed(pane, flow))}</p>
+            <p class="legend"><span class="swatch for" /> for the answer <span class="swatch against" /> against it <span class="mark">◆</span> an entry <span class="aside n">width: what it carries; {percent(flow.covered[limit.value])} of what moves lies in the strongest {limit.value} lines</span></p>
             <div class="figure-tools"><Save name={`flow ${flow.answer}`} rows={() => flowRows(flow)} /><label class="field lines-field"><span>lines</span><select aria-label="Lines that are drawn" value={limit.value} onChange={(event) => (limit.value = Number(event.currentTarget.value))}>{[5, 20, 30, 80, 200].map((count) => <option value={count}>the strongest {count}</option>)}</select></label></div>
           </figcaption>
         </figure>
@@ -74,6 +74,14 @@ function Pane({ state, studio, pane }) {
       )}
     </section>
   );
+}
+
+/** What the line below the picture is about: what is pointed at; of a head or token, its strongest line here; or the chosen one. */
+function pointed(pane, flow) {
+  const lit = pane.lit.value;
+  if (!lit) return pane.chosen.value;
+  const items = lit.entry === undefined ? flow.edges : flow.entries;
+  return items.find((item) => sameLine(item, lit)) ?? items.find((item) => isLit(item, lit)) ?? (lit.isEcho || lit.query === undefined ? null : lit);
 }
 
 /** Every line and entry that the server has listed. */
@@ -98,10 +106,10 @@ function Typed({ state, studio, pane }) {
           onFocus={(event) => { state.activate(pane.number); event.currentTarget.scrollIntoView({ block: "nearest" }); }}
           onInput={(event) => pane.change({ text: event.currentTarget.value })} />
       </label>
-      <label class="versus">
-        <span>compared with</span>
-        <input type="text" autocomplete="off" spellcheck={false} disabled={!info} placeholder="the mean of all tokens" value={pane.against.value} onInput={(event) => pane.change({ against: event.currentTarget.value })} />
-      </label>
+      <div>
+        {info?.halves && <TextField label="the answer so far" empty="nothing yet" value={pane.said.value} change={(said) => pane.change({ said })} />}
+        <TextField label="compared with" empty="the mean of all tokens" disabled={!info} value={pane.against.value} change={(against) => pane.change({ against })} />
+      </div>
       <div class="buttons">
         {asks && <button type="submit" class="ready">Explain</button>}
         {several ? pane.number > 0 && <button type="button" onClick={state.close}>Close</button> : <button type="button" disabled={!pane.flow.value.value} onClick={state.compare}>Compare with a second prompt</button>}
@@ -111,6 +119,16 @@ function Typed({ state, studio, pane }) {
     </form>
   );
 }
+
+const TextField = ({ label, empty, value, change, disabled = false }) => (
+  <label>
+    <span>{label}</span>
+    <input type="text" autocomplete="off" spellcheck={false} disabled={disabled} placeholder={empty} value={value} onInput={(event) => change(event.currentTarget.value)} />
+  </label>
+);
+
+/** A token as it is seen, also where it is nothing but space. */
+const seen = (token) => token.trim() || (token.includes("\n") ? "↵" : "␣");
 
 /** What the model says, and the tokens that it might have said: one is clicked to be explained in its place. */
 function Answer({ state, pane }) {
@@ -122,12 +140,12 @@ function Answer({ state, pane }) {
   const isOld = pane.isStale.value;
   return (
     <div class={isOld ? "answer old" : "answer"}>
-      <h2>Why does it say “{(flow?.answer ?? likely.likely[0].token).trim()}”? <span class="aside n">{flow ? <>after “{flow.tokens[flow.position ?? flow.tokens.length - 1]}”, logit {signed(flow.value)} above {against}</> : "…"}</span></h2>
+      <h2>Why does it say “{seen(flow?.answer ?? likely.likely[0].token)}”? <span class="aside n">{flow ? <>after “{flow.tokens[flow.position ?? flow.tokens.length - 1]}”, logit {signed(flow.value)} above {against}</> : "…"}</span></h2>
       <ul class="likely" aria-label={`What may come after token ${position}`}>
         {likely.likely.map((one) => (
           <li key={one.id}>
             <button type="button" aria-pressed={flow?.answer_id === one.id} title="Explain this answer" onClick={() => { state.activate(pane.number); pane.change({ answer: one.id }); }}>
-              <span class="share" style={{ width: `${Math.round(64 * one.chance)}px` }} />{one.token.trim() || "␣"} <span class="n">{percent(one.chance)}</span>
+              <span class="share" style={{ width: `${Math.round(64 * one.chance)}px` }} />{seen(one.token)} <span class="n">{percent(one.chance)}</span>
             </button>
           </li>
         ))}
@@ -142,7 +160,7 @@ function Lists({ pane, flow, onPick }) {
   const edges = shownEdges(flow, 12, null).reverse();
   const limit = Math.max(...[...edges, ...flow.entries.slice(0, 12)].map((item) => Math.abs(item.carried)));
   const Row = ({ item, what }) => (
-    <tr class={sameLine(item, pane.hover.value) ? "lit" : ""} onPointerEnter={() => (pane.hover.value = item)} onPointerLeave={() => (pane.hover.value = null)}>
+    <tr class={isLit(item, pane.lit.value) ? "lit" : ""} onPointerEnter={() => (pane.hover.value = item)} onPointerLeave={() => (pane.hover.value = null)}>
       <th scope="row"><button type="button" aria-pressed={sameLine(item, pane.chosen.value)} onClick={() => onPick(item)}>{item.name}</button></th>
       <td>{what}</td>
       <td class="n">{fixed(item.carried)}</td>

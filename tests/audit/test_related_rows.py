@@ -112,6 +112,32 @@ class Mixed(nn.Module):
         return output + 0.1 * output.mean(0, keepdim=True)
 
 
+class Patches(nn.Linear):
+    """Numbers at the place that the first one names, as Pix2Struct reads patches of an image."""
+
+    def forward(self, rows):
+        return super().forward(rows + torch.eye(5, dtype=rows.dtype)[rows[:, 0].long()])
+
+
+PLACED = torch.cat([torch.arange(4.0)[:, None], torch.randn(4, 4)], 1)
+READ = {
+    "a number for each row": (nn.Linear(5, 24), torch.randn(4, 5)),
+    "places among numbers": (Patches(5, 24), PLACED),
+    "whole numbers alone": (nn.Linear(5, 24), PLACED.round()),
+}
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("name", READ)
+def test_rows_of_another_tower_by_what_it_reads(name, mixes):
+    tower, others = READ[name]
+    model = Towers(lambda states, text, other: (states, text @ other.T, other.sum(-1))).eval()
+    model.other = Mixed(tower) if mixes else tower
+    given = {"input_ids": tokens(3, LENGTH).clamp(max=VOCABULARY - 1), "others": others}
+    report = check(model, given, order=af.masks.causal(LENGTH))
+    assert [v.kind for v in report.violations] == ["batch"] * mixes, str(report)
+
+
 @pytest.mark.parametrize("images", [2, 3])
 @pytest.mark.parametrize("tower", ["text_projection", "visual_projection", "text_model.encoder.layers.1.mlp"])
 def test_rows_that_mix_in_a_tower_are_found(tower, images):
@@ -130,3 +156,71 @@ def test_contrastive_models_of_transformers(name):
     report = check(model, runs_on(model), watch="layers")
     assert not report.violations, str(report)
     assert any("relates rows by design" in note for note in report.notes)
+
+
+class Pictured(nn.Module):
+    """Reads an image in front of each text; `beside` says what of other images a text reads, too."""
+
+    def __init__(self, beside, limit=9):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.patch, self.beside = nn.Embedding(VOCABULARY, 24), nn.Linear(12, 24), beside
+        self.limit = limit
+
+    def forward(self, input_ids, pixel_values):
+        if pixel_values.abs().max() > self.limit:
+            raise ValueError(f"pixels beyond {self.limit}")
+        image = self.patch(pixel_values[: len(input_ids)].flatten(1))
+        text = self.embed(input_ids) + (image + self.beside(image))[:, None]
+        return {"logits": text.cumsum(1), "pooled": text[:, -1]}
+
+
+def behind(image):
+    """Row r - 1 for row r: what a merge of features that is one image short does."""
+    return torch.nn.functional.pad(image[:-1], (0, 0, 1, 0))
+
+
+MIXES = {
+    "none": lambda image: 0 * image,
+    "its own": lambda image: image.sin(),
+    "the mean": lambda image: 0.1 * image.mean(0),
+    "the one before": behind,
+    "the one after": lambda image: behind(image.flip(0)).flip(0),
+    "the first two together": lambda image: image.sign()[:2].prod(0) + 0 * image,
+}
+
+
+def read_images(name, images, texts, mode, **more):
+    given = pairs(texts, images)
+    given["pixel_values"] = given["pixel_values"][:, :, :2, :2].sin()
+    return check(Pictured(MIXES[name], **more).eval(), given, order=af.masks.causal(LENGTH), mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["quick", "perturb"])
+@pytest.mark.parametrize("images", [2, 3])
+@pytest.mark.parametrize("name", MIXES)
+def test_images_that_reach_the_text_of_other_rows(name, images, mode):
+    report = read_images(name, images, images, mode)
+    assert [v.kind for v in report.violations] == ["batch"] * (name not in ("none", "its own")), str(report)
+    assert all("of pixel_values" in v.why for v in report.violations)
+
+
+@pytest.mark.parametrize(("images", "limit", "why"), [(3, 9, "there are 3 for 2 sequences"), (2, 1, "beyond 1")])
+def test_images_that_were_not_tested_are_named(images, limit, why):
+    report = read_images("none", images, 2, "perturb", limit=limit)
+    (note,) = [note for note in report.notes if "not tested: whether rows of pixel_values reach others" in note]
+    assert why in note
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "InstructBlipForConditionalGeneration"])
+def test_images_of_models_of_transformers(name, mixes):
+    model = named(name)
+    given = runs_on(model)
+    (projector,) = [n for n, _ in model.named_modules() if n.endswith(("multi_modal_projector", "language_projection"))]
+    parent, _, last = projector.rpartition(".")
+    if mixes:
+        setattr(model.get_submodule(parent), last, Mixed(model.get_submodule(projector)))
+    report = check(model, given, watch="layers")
+    assert any(v.why.endswith("of pixel_values") for v in report.violations) == mixes, str(report)
+    assert mixes or report.verdict == "clean"

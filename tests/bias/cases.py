@@ -215,8 +215,28 @@ class _RoundGradient(torch.autograd.Function):
         return gradient.to(ctx.dtype).to(gradient.dtype), None
 
 
+class _FromOutput(torch.autograd.Function):
+    """weights @ value; the gradient of the scores takes sum_j P dP from the rounded output, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, score: Tensor, weights: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+        output = (weights.to(dtype).to(weights.dtype) @ value).to(dtype)
+        ctx.save_for_backward(weights, value, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weights, value, output = ctx.saved_tensors
+        along = (wide(gradient) * wide(output)).sum(dim=-1, keepdim=True)
+        to_value = weights.to(output.dtype).to(weights.dtype).mT @ wide(gradient)
+        return weights * (wide(gradient) @ value.mT - along), None, to_value, None
+
+
 def plain(call: BiasedCall, rounded_bias: bool = False) -> Tensor:
-    """Attention in the precision of the inputs: weights and score gradients rounded, sums in float32."""
+    """Attention in the precision of the inputs: weights and score gradients rounded, sums in float32.
+
+    With `rounded_bias`, the bias, its gradient and the output that the backward pass reads are rounded, too.
+    """
     dtype = call.query.dtype
     key, value = (t.repeat_interleave(call.heads_per_kv, dim=1) for t in (call.key, call.value))
     score = wide(call.query) @ wide(key).mT * call.scale
@@ -226,7 +246,7 @@ def plain(call: BiasedCall, rounded_bias: bool = False) -> Tensor:
     everything = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
     bias = bias_of(call.terms, call.num_heads, *everything)
     if bias is not None:
-        score = score + (bias.to(dtype).float() if rounded_bias else bias)
+        score = _RoundGradient.apply(score + bias.to(dtype), dtype) if rounded_bias else score + bias
     allowed = call.allow.dense()
     if allowed is not None:
         empty = ~allowed.any(dim=-1, keepdim=True)
@@ -238,14 +258,18 @@ def plain(call: BiasedCall, rounded_bias: bool = False) -> Tensor:
         weights = torch.cat([score, sinks], dim=-1).softmax(dim=-1)[..., :-1]
     if allowed is not None:
         weights = weights.masked_fill(empty, 0.0)
+    if rounded_bias and call.sinks is None:
+        return _FromOutput.apply(score, weights.detach(), wide(value), dtype)
     return (weights.to(dtype).to(weights.dtype) @ wide(value)).to(dtype)
 
 
 NUDGED = 8  # calls: the largest error of few numbers needs several draws to be known within a factor
 
 
-def nudged(call: BiasedCall, seed: int) -> BiasedCall:
+def nudged(call: BiasedCall, seed: int, dtype: torch.dtype = torch.float32) -> BiasedCall:
     """The call with each number of single precision moved by up to one rounding: luck in one result is not accuracy.
+
+    The rounding is that of `dtype`: half precision, for an implementation that may round the bias.
 
     The largest error of a handful of numbers varies from one order of summation to another by more than a factor of
     two. A method that is exact for inputs within their rounding is as good as plain attention.
@@ -256,7 +280,7 @@ def nudged(call: BiasedCall, seed: int) -> BiasedCall:
         if tensor.dtype != torch.float32:
             return tensor
         noise = torch.rand(tensor.shape, generator=generator).to(tensor.device) * 2 - 1
-        return tensor * (1 + torch.finfo(tensor.dtype).eps * noise)
+        return tensor * (1 + torch.finfo(dtype).eps * noise)
 
     terms = tuple(term.with_tensors([move(t) for t in term.tensors().values()]) for term in call.terms)
     return replace(call, query=move(call.query), key=move(call.key), value=move(call.value), terms=terms)
@@ -279,7 +303,8 @@ def check_against_float64(case: Case | BiasedCall, run: str | Run, *, rounded_bi
     Args:
         case: what to compute; the float64 copy has the same numbers, converted from the low precision.
         run: the name of an implementation, which must not refuse the call, or a function of the call.
-        rounded_bias: whether the implementation may hold the bias in the type of the query.
+        rounded_bias: whether the implementation may hold the bias, its gradient for each head and its output for the
+            backward pass in the type of the query.
 
     Returns:
         What the implementation gave.
@@ -293,9 +318,9 @@ def check_against_float64(case: Case | BiasedCall, run: str | Run, *, rounded_bi
         with poisoned():
             actual = outcome(call, run)
     exact = outcome(call, lambda c: reference(c)[0], torch.float64)
-    lows = [
-        outcome(other, lambda c: plain(c, rounded_bias)) for other in (call, *(nudged(call, k) for k in range(NUDGED)))
-    ]
+    rounding = call.query.dtype if rounded_bias else torch.float32
+    others = (nudged(call, seed, rounding) for seed in range(NUDGED))
+    lows = [outcome(other, lambda c: plain(c, rounded_bias)) for other in (call, *others)]
     assert actual.found["output"].dtype == call.value.dtype
     for name, true in exact.found.items():
         found = actual.found[name]
@@ -307,7 +332,7 @@ def check_against_float64(case: Case | BiasedCall, run: str | Run, *, rounded_bi
         if name.startswith("terms") and not {call.query.shape[2], call.key.shape[2]} & set(true.shape):
             # A sum over all pairs, in which most may cancel (all, in what softmax cannot see): it is rounded like its
             # summands, which are as large as those of the term's largest gradient.
-            limit += 2 * torch.finfo(dtype).eps * exact.scale(name)
+            limit += 2 * torch.finfo(rounding if rounded_bias else dtype).eps * exact.scale(name)
         error = float((found.double() - true).abs().max()) if true.numel() else 0.0
         assert error <= limit, f"{name}: error {error:.3g} against float64, tolerance {limit:.3g} ({case})"
     return actual

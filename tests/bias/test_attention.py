@@ -1,17 +1,21 @@
 """Terms pair by pair; `attention`: the choice of an implementation, and what holds whatever computes it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnflow import masks
-from attnflow.bias import attention
+from attnflow.bias import attention, dense
 from attnflow.bias.attention import choose
 from attnflow.bias.call import Allow
-from tests.bias.cases import TERMS, Additive, Case, Dense, Offset, Term, make_call, outcome
+from attnflow.bias.terms import diagonal_sums
+from tests.bias.cases import TERMS, Additive, Case, Dense, Guidance, Offset, Term, make_call, outcome
 
 BACKENDS = ["reference", "tiled"]
 
@@ -114,9 +118,27 @@ def on_cuda(dtype=torch.bfloat16, head_dim=32, needs_grad=False):
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_auto_on_cuda_never_compiles(needs_grad):
     call = on_cuda(needs_grad=needs_grad)
-    assert choose(call, "auto") == "tiled"
+    assert choose(call, "auto") == "fused"
+    assert choose(replace(call, dropout=0.1), "auto") == choose(replace(call, softcap=2.0), "auto") == "tiled"
+    assert choose(on_cuda(torch.float64), "auto") == "tiled"
     assert choose(call, "flex") == "flex"
     assert choose(call, "auto", need_weights=True) == "reference"
+
+
+def test_auto_on_cuda_takes_tiles_without_triton_or_memory_for_a_map(monkeypatch):
+    call = on_cuda()
+    with FakeTensorMode():
+        shapes = (1, 1, 256, 8), (1, 1, 256, 8), (1, 8), (1, 8), (1, 8), (1,)
+        guidance = replace(call, terms=(Guidance(*(torch.empty(shape, device="cuda") for shape in shapes)),))
+    for found, name in ((True, "dense"), (False, "tiled")):
+        monkeypatch.setattr(dense, "_TRITON", found)
+        assert choose(guidance, "auto") == name
+        assert choose(call, "auto") == "fused"
+        assert choose(call, "dense") == "dense"
+    monkeypatch.setattr(dense, "_TRITON", True)
+    monkeypatch.setattr(dense, "_MOST", 256 * 256 - 1)
+    assert choose(guidance, "auto") == "tiled"
+    assert choose(guidance, "dense") == "dense"
 
 
 @pytest.mark.parametrize("n", [1, 5, 700])
@@ -181,3 +203,63 @@ def test_a_tile_is_a_part_of_the_whole(kind, maps):
     assert whole.shape[1:] == (term.groups, 9, 11)
     part = term.tile(slice(2, 7), slice(3, 4))
     torch.testing.assert_close(part, whole[:, :, 2:7, 3:4], atol=1e-14, rtol=0)
+
+
+@pytest.mark.parametrize("maps", ["one", "heads"])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        (torch.arange(40)[None] + 7, torch.arange(47)[None]),
+        (torch.arange(40)[None] + 100, torch.arange(47)[None] - 100),  # beyond both ends of the table
+        (torch.arange(40)[None].repeat(2, 1), torch.arange(47)[None]),
+        (torch.stack([torch.arange(40), torch.arange(40) + 3]), torch.arange(47)[None]),  # batch elements differ
+        (torch.stack([torch.arange(40), torch.arange(40) + 3]), torch.stack([torch.arange(47), torch.arange(47) + 3])),
+        ((torch.arange(40) - 5).clamp(min=0)[None], torch.arange(47)[None]),  # padding
+        (torch.arange(40)[None] % 13, torch.arange(47)[None] % 13),  # documents
+        (torch.randint(50, (2, 40)), torch.randint(50, (2, 47))),
+        (torch.arange(40)[None] * 2, torch.arange(47)[None] * 2),
+        (torch.arange(40).flip(0)[None], torch.arange(47).flip(0)[None]),
+    ],
+    ids=["chunk", "beyond", "equal", "shifted", "both", "padding", "documents", "random", "twice", "backward"],
+)
+def test_offset_by_diagonals_is_offset_by_index(rows, columns, maps):
+    """Values of a tile, and the table's gradient by tiles and by autograd, against a lookup of every pair."""
+    groups = {"one": 1, "heads": 3}[maps]
+    table = torch.randn(groups, 9, dtype=torch.float64, requires_grad=True)
+    term = Offset(table, torch.randint(9, (31,)), rows, columns, origin=12)
+    distance = (columns[:, None] - rows[:, :, None] + 12).clamp(0, 30)
+    whole = table[:, term.bucket_of[distance]].movedim(0, 1)
+    for block in ((slice(0, 40), slice(0, 47)), (slice(5, 6), slice(0, 47)), (slice(3, 40), slice(11, 12))):
+        tile, expected = term.tile(*block), whole[:, :, block[0], block[1]]
+        assert torch.equal(tile.expand_as(expected), expected)
+        upstream = torch.randn(expected.shape, dtype=torch.float64)
+        (true,) = torch.autograd.grad(expected, table, upstream, retain_graph=True)
+        (found,) = torch.autograd.grad(tile.expand_as(expected), table, upstream)
+        torch.testing.assert_close(found, true, rtol=1e-12, atol=1e-12)
+        found = term.to_table(*block, upstream)
+        torch.testing.assert_close(found, true, rtol=1e-12, atol=1e-12)
+        assert torch.equal(found, term.to_table(*block, upstream))
+
+
+def test_offset_goes_by_diagonals_where_positions_go_up_by_one():
+    positions, table = torch.arange(30)[None], torch.randn(1, 9)
+    regular = Offset(table, torch.arange(9), positions + 4, positions.repeat(2, 1), origin=4)
+    assert regular.diagonals(slice(2, 4), slice(0, 3)).tolist() == [0, 0, 0, 0]
+    near = Offset(table, torch.arange(9), positions, positions, origin=4)
+    assert near.diagonals(slice(2, 4), slice(1, 4)).tolist() == [2, 3, 4, 5]
+    for rows, columns in (
+        (positions % 7, positions),
+        (positions, positions[:, :0]),
+        (positions.repeat(2, 1).sort(0)[0] * 2, positions),
+    ):
+        assert Offset(table, torch.arange(9), rows, columns, origin=4).diagonals(slice(0, 2), slice(0, 2)) is None
+
+
+@given(rows=st.integers(1, 20), columns=st.integers(1, 20), batch=st.integers(0, 3))
+def test_diagonal_sums(rows, columns, batch):
+    block = torch.randn(batch, rows, columns, dtype=torch.float64)
+    found = diagonal_sums(block)
+    assert found.shape == (batch, rows + columns - 1)
+    for index in range(rows + columns - 1):
+        expected = block.diagonal(index - rows + 1, dim1=1, dim2=2).sum(dim=-1)
+        torch.testing.assert_close(found[:, index], expected, rtol=1e-12, atol=1e-12)

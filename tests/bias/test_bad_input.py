@@ -82,7 +82,7 @@ TABLE: list[tuple[Callable[[], object], str]] = [
     (attention(Q, K, K, (), torch.ones(2, 5, 7) > 0), r"got \(2, 5, 7\)"),
     (attention(Q, K, K, (), torch.ones(7, 5) > 0), "the mask has 7 queries and 5 keys, but the call has 5 and 7"),
     (attention(Q, K, K, (), af.masks.causal(7)), "slice it to the rows and columns of this call"),
-    (attention(backend="cuda"), "backend must be one of 'auto', 'reference', 'tiled', 'flex', got 'cuda'"),
+    (attention(backend="cuda"), "one of 'auto', 'reference', 'fused', 'tiled', 'dense', 'flex', got 'cuda'"),
     (attention(backend="tiled", need_weights=True), "backend='tiled' never holds the weights"),
     # attach
     (attach(B.GuidanceConfig(layers=[1, 2, 7])), r"layers \[2, 7\] do not exist: the model has layers 0 to 1"),

@@ -1,14 +1,17 @@
 """What FlexAttention refuses, what it is given, and, compiled, that it agrees with the reference."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from attnflow.bias.attention import attention, form_of, refusal, run_flex, score_mod
+from attnflow.bias.attention import attention, form_of, kernel_options, refusal, run_flex, score_mod
 from attnflow.bias.terms import per_head
 from attnflow.testing import tolerance
 from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64, plain, reference
+from tests.bias.triton_resources import resources
 
 
 def test_refuses_what_it_cannot_compute():
@@ -86,3 +89,46 @@ def test_forward_on_the_cpu(case):
 def test_gradients_on_a_gpu(case):
     """In float32; in bfloat16 the gradient of a table of distances missed its tolerance on an H100 (0.105 of 0.044)."""
     check_against_float64(replace(case, device="cuda", dtype=torch.float32), "flex", rounded_bias=True)
+
+
+def test_where_a_map_learns_on_a_gpu_the_backward_kernel_has_two_stages():
+    call, mode = Case((("dense", "one"),)).build(), FakeTensorMode()  # which only carries the name of the device
+    frozen = call.with_tensors([FakeTensor(mode, t.to("meta"), torch.device("cuda")) for t in call.tensors()])
+    learns = frozen.with_tensors([*frozen.tensors()[:3], frozen.tensors()[3].requires_grad_()])
+    assert kernel_options(learns) == {"bwd_num_stages": 2}
+    with torch.no_grad():
+        assert kernel_options(learns) == {}
+    assert kernel_options(cast(call)[0]) == {}
+
+
+def dq_of_flex(Q, K, V, DO, LSE, DELTA, BIAS, DQ, TO_BIAS, n, stride, D, ROWS, COLS):
+    """The loop of FlexAttention's backward pass that gives dq, with a captured map and its scattered gradient."""
+    row, d, col = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, COLS)
+    q, do = tl.load(Q + row[:, None] * D + d[None, :]), tl.load(DO + row[:, None] * D + d[None, :])
+    lse, delta = tl.load(LSE + row)[:, None], tl.load(DELTA + row)
+    dq = tl.zeros([ROWS, D], tl.float32)
+    keys, values = K + col[None, :] * D + d[:, None], V + col[None, :] * D + d[:, None]
+    for start in range(0, n, COLS):
+        at = row[:, None] * stride + (start + col)[None, :]
+        kt = tl.load(keys)
+        s = tl.dot(q, kt) * 0.088388 + tl.load(BIAS + at).to(tl.float32)
+        p = tl.exp2(s * 1.44269504 - lse)
+        ds = p * (tl.dot(do, tl.load(values)) - delta[:, None])
+        tl.atomic_add(TO_BIAS + at, ds, sem="relaxed")
+        dq += tl.dot(ds.to(kt.dtype), tl.trans(kt))
+        keys += COLS * D
+        values += COLS * D
+    tl.store(DQ + row[:, None] * D + d[None, :], dq)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_three_stages_do_not_fit_an_h100_and_two_do():
+    """What the option is for: tiles of 128 x 64, heads of 128, a map in float32; an H100 has 232,448 bytes."""
+    import triton
+
+    globals()["tl"] = triton.language
+    kernel, types = triton.jit(dq_of_flex), dict.fromkeys(("Q", "K", "V", "DO"), "*bf16")
+    sizes = {"D": 128, "ROWS": 128, "COLS": 64}
+    found = [resources(kernel, 8, types, num_stages=stages, **sizes)[2] for stages in (3, 2)]
+    assert found == [262_144, 196_608]

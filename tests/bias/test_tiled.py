@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from attnflow import masks
 from attnflow.bias import attention, tiled
-from attnflow.bias.tiled import GuidanceTiles, blocks_of
+from attnflow.bias.term_tiles import GuidanceTiles
+from attnflow.bias.tiled import blocks_of
 from tests.bias.cases import MASKS, TERMS, Case, Guidance, cast, check_against_float64, compute, outcome
 from tests.memory import Largest
 
@@ -135,7 +136,44 @@ def test_inputs_are_saved_where_checkpointing_can_drop_them():
     call, _ = cast(Case().build())
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         tiled.run(call)
-    assert {t.shape for t in packed} == {t.shape for t in call.tensors()}
+    assert {t.shape for t in packed} == {*(t.shape for t in call.tensors()), (2, 1, 37, 37)}  # and the guidance map
+
+
+@pytest.mark.parametrize("kept", [0, 2 * 128 * 128, 1 << 24])
+def test_a_guidance_map_is_kept_while_it_is_small_and_changes_no_bit(kept, monkeypatch):
+    call, packed = cast(Case((*TWO, ("guidance", "kv")), queries=300, keys=300, mask="causal").build())[0], []
+    expected = outcome(call, tiled.run).found
+    monkeypatch.setattr(tiled, "_KEPT", kept)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        found = outcome(call, tiled.run).found
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    kept_here = packed[len(call.tensors()) :]
+    assert sum(t.numel() for t in kept_here) <= kept
+    assert len(kept_here) == {0: 0, 2 * 128 * 128: 1}.get(kept, 6)  # maps of both terms in three blocks
+
+
+def test_a_relation_is_read_once_for_its_blocks(monkeypatch):
+    call = Case(queries=300, keys=300, mask="holes").build()
+    first = list(blocks_of(call))
+    monkeypatch.setattr(tiled, "_shape", lambda *_: pytest.fail("a device would wait again"))
+    for one, other in zip(first, blocks_of(call), strict=True):
+        assert (one.rows, one.columns, one.empty) == (other.rows, other.columns, other.empty)
+        assert torch.equal(one.allowed, other.allowed)
+
+
+@pytest.mark.parametrize("mask", ["causal", "holes"])
+def test_products_of_narrow_numbers(mask, monkeypatch):
+    """As on a GPU: queries, keys and values stay in 16 bits, weights and score gradients enter products in 16 bits."""
+    types = set()
+
+    def bmm(one, other, out_dtype=None):
+        types.add((one.dtype, other.dtype, out_dtype))
+        return torch.bmm(one.float(), other.float())
+
+    monkeypatch.setattr(tiled, "_NARROW", ("cpu",))
+    monkeypatch.setattr(tiled, "_bmm", bmm)
+    check_against_float64(Case(TWO, mask, dtype=torch.bfloat16), "tiled")
+    assert types == {(torch.bfloat16, torch.bfloat16, torch.float32)}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

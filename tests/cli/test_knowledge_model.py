@@ -89,3 +89,32 @@ def test_a_model_is_edited_and_saved(run, tiny_model, tmp_path):
     report = EditReport.from_dict(json.loads(found.out))
     assert found.code == (0 if report.ok else 1)
     assert report.facts[0].after > report.facts[0].before
+
+
+def test_patches(run, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = ("knowledge", "edit", tiny_model, "--prompt", "the thy", "--answer", "be", "--subject", "thy")
+    code, text, err = run(*asked, "-o", "one.patch", "--layers", "0,1")
+    assert code in (0, 1), err
+    assert sorted(path.name for path in (tmp_path / "one.patch").iterdir()) == ["edit.safetensors", "edit_config.json"]
+    assert "other edits" not in text
+    other = [*asked[:3], "--prompt", "that you", "--answer", "my", "--subject", "you", "--apply", "one.patch"]
+    code, text, err = run(*other, "-o", "two.patch", "--layers", "1")
+    assert "other edits in force change 48 entries of these, too, in layers 1" in text
+    assert run(*other, "-o", "both", "--layers", "1").code == code
+
+    apply = ("--apply", "one.patch", "--apply", "two.patch")
+    done = run("knowledge", "trace", tiny_model, TEXT, "--json", *apply)
+    assert "two.patch: other edits in force change 48 entries of these, too, in layers 1" in done.err
+    found = Trace.from_json(done.out)
+    assert found.model == f"{tiny_model} + one.patch + two.patch"
+    folded = Trace.from_json(run.ok("knowledge", "trace", "both", TEXT, "--json"))
+    plain = Trace.from_json(run.ok("knowledge", "trace", tiny_model, TEXT, "--json"))
+    effects = [torch.as_tensor(one.layer(1).effects) for one in (found, folded, plain)]
+    torch.testing.assert_close(effects[0], effects[1], rtol=1e-3, atol=1e-5)
+    assert not torch.allclose(effects[0], effects[2], rtol=1e-3, atol=1e-5)
+    assert run("knowledge", "trace", tiny_model, TEXT, "--apply", "none.patch").code == 2
+    (tmp_path / "one.patch" / "edit.safetensors").write_bytes(b"")
+    damaged = run("knowledge", "build", "store", tiny_model, *apply)
+    assert (damaged.code, "edit.safetensors is damaged" in damaged.err) == (2, True)
+    assert not (tmp_path / "store").exists()

@@ -55,3 +55,13 @@ def test_stats(run, store):
     assert (numbers.count, numbers.versions) == (5, {1: 5})
     assert "a cosine in (0, 1], got 2.0" in run("knowledge", "stats", store, "--duplicates", "--threshold", "2").err
     assert [entry.text for entry in entries(store)][:2] == ["a cat", "a dog"]
+
+
+def test_export(run, store, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    out = run.ok("knowledge", "export", store, str(tmp_path / "entries.parquet"))
+    assert f"written: {tmp_path / 'entries.parquet'}" in out.replace("\n", "")
+    assert parquet.read_table(tmp_path / "entries.parquet")["text"].to_pylist()[:2] == ["a cat", "a dog"]
+    run.ok("knowledge", "export", store, str(tmp_path / "entries.csv"))
+    assert (tmp_path / "entries.csv").read_text().splitlines()[1].startswith('0,"a cat"')
+    assert "the name must end in .parquet or .csv" in run.refused("knowledge", "export", store, "entries.txt")

@@ -12,6 +12,7 @@ import pytest
 from attnflow._core import version
 from attnflow._core.errors import AttnflowError
 from attnflow.cli import _main, mask, single
+from tests.models.saved import save_tiny
 
 
 def attnflow_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -162,3 +163,12 @@ def test_a_package_that_is_missing_is_a_finding(run: Callable, monkeypatch: pyte
     assert code == 1
     assert re.search(r"^scipy +not installed +pip install scipy", out, re.MULTILINE)
     assert out.startswith("missing: scipy\n")
+
+
+def test_the_studio_names_the_tokens_of_both_halves(run: Callable, tmp_path: Path, monkeypatch) -> None:
+    shown: list[dict] = []
+    monkeypatch.setattr("attnflow.studio.serve", lambda design, *_, **__: shown.append(design))
+    run.ok("studio", save_tiny(tmp_path, "T5", decoder_start_token_id=0), "--no-open")
+    (design,) = shown
+    assert len(design["tokens"]) == 2 * 32 - 1, "those of the decoder, one less, after those of the encoder"
+    assert design["tokens"][32:] == design["tokens"][:31]

@@ -82,14 +82,14 @@ def markdown(text: str) -> str:
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
     def late(_: int, __: FrameType | None) -> None:
-        raise TimeoutError(f"no answer in {seconds} s")
+        raise TimeoutError(f"no answer in {seconds} s of processor time")
 
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
+    signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 # -------- audit

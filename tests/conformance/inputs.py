@@ -86,7 +86,7 @@ def padded(model: PreTrainedModel) -> Inputs:
 def with_image(model: PreTrainedModel) -> Inputs:
     """Text around one image: the placeholders as many as the model asks for."""
     config = model.config
-    names = ("image_token_id", "image_token_index", "img_token_id")
+    names = ("image_token_id", "image_token_index", "img_token_id", "video_token_index")
     token = next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
     if token is None:
         raise NotBuilt("no id of an image's placeholder in the configuration")
@@ -95,7 +95,7 @@ def with_image(model: PreTrainedModel) -> Inputs:
     for pixels in _pixels(model):
         if not set(pixels) <= taken:
             continue
-        counts = [1]
+        counts = [getattr(config, "num_query_tokens", None) or 1]
         for count in counts:
             inputs = {name: value for name, value in (_placed(token, count) | pixels).items() if name in taken}
             try:

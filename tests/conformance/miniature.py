@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-LARGEST = 60_000_000  # parameters of a miniature, at most
+LARGEST = 70_000_000  # parameters of a miniature, at most
 VOCABULARY = 120
 LOWEST = 8  # the smallest id of an ordinary token: special ones lie below, or at the end of the vocabulary
 DEPTH = 2
@@ -36,6 +36,7 @@ KINDS = {
 _DEPTHS = [
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
     *("num_decoder_layers", "num_encoder_layers", "depth", "decoder_num_hidden_layers", "num_lstm_layers"),
+    "pred_num_hidden_layers",
 ]
 _SIZES: dict[str, int] = {
     **dict.fromkeys(
@@ -72,9 +73,13 @@ _SIZES: dict[str, int] = {
     "qk_head_dim": 32,
     "mm_tokens_per_image": 4,
     "rotary_dim": 8,
+    **dict.fromkeys(["fpn_hidden_size", "pred_hidden_size", "cross_hidden_size"], WIDTH),
+    **dict.fromkeys(["pred_num_attention_heads", "frames_per_clip", "latent_query_num"], 4),
     "image_size": 32,
     "patch_size": 8,
 }
+# How a configuration is shrunk, (narrow, further), until the class runs: the last is its default one.
+_ATTEMPTS = ((True, False), (True, True), (False, True), (False, False), None)
 
 
 def _each(names: str, **values: Any) -> dict[str, dict[str, Any]]:
@@ -86,15 +91,8 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     **_each("reformer", is_decoder=True),
     **_each("autoformer informer time_series_transformer", prediction_length=8),
     **_each("esm", vocab_size=VOCABULARY, mask_token_id=5, pad_token_id=1),
-    **_each(
-        "dots1",
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-    ),
+    "dots1": dict.fromkeys(["n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"], 1)
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2},
     **_each("dbrx", attn_config={"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}),
     **_each("blt", num_hidden_layers=2),
     **_each("moonshine_streaming", num_key_value_heads=4),
@@ -110,6 +108,8 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     **_each("xmod", default_language="en_XX"),
     **_each("qwen2_5_omni_thinker qwen3_omni_moe_thinker", vision_start_token_id=5),
     **_each("aria", projector_patch_to_query_dict={16: 4}),
+    **_each("lw_detr", projector_scale_factors=[1.0]),
+    **_each("uvdoc_backbone", out_features=[f"stage{stage}" for stage in range(1, 7)]),
     **_each("diffusion_gemma_text", num_experts=4, top_k_experts=2, moe_intermediate_size=32),
     "qwen4_exp_text": dict.fromkeys(["indexer_n_heads", "indexer_compress_ratio"], 2)
     | {"indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 8},
@@ -167,23 +167,23 @@ _AGREEING: dict[str, dict[str, Any]] = {
     **_each("muse_spark_audio", patch_sizes=[16, 8], hidden_sizes=[WIDTH] * 2, depths=[1, 1]),
     **_each("tvp", max_img_size=64, image_size=64, visual_prompt_size=4),
     **_each("radio", video_temporal_patch_size=2),
-    **_each(
-        "cohere_compass_text",
-        layer_types=["sliding_attention", "full_attention"],
-        rope_parameters={"sliding_attention": _sections() | {"mrope_section": [4, 2, 2]}, "full_attention": None},
-    ),
-    **_each(
-        "vibevoice_acoustic_tokenizer vibevoice_acoustic_tokenizer_encoder vibevoice_acoustic_tokenizer_decoder",
-        num_filters=2,
-        depths=[1] * 7,
-    ),
-    **_each("efficientnet align_vision_model", width_coefficient=0.5),
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]}
+    | {"rope_parameters": {"sliding_attention": _sections() | {"mrope_section": [4, 2, 2]}, "full_attention": None}},
+    **_each("vibevoice_acoustic_tokenizer vibevoice_acoustic_tokenizer_encoder", num_filters=2, depths=[1] * 7),
+    **_each("vibevoice_acoustic_tokenizer_decoder", num_filters=2, depths=[1] * 7),
+    **_each("efficientnet align_vision_model", width_coefficient=0.5, hidden_dim=640),
+    **_each("align", projection_dim=160),
+    **_each("vits", vocab_size=VOCABULARY),
+    **_each("depth_pro", intermediate_hook_ids=[1, 0]),
+    "seggpt": {"image_size": [64, 32], "pretrain_image_size": 32, "num_hidden_layers": 4, "merge_index": 1}
+    | {"intermediate_hidden_state_indices": [2, 3]},
+    **_each("clvp_encoder clvp_decoder", hidden_size=2 * WIDTH, projection_dim=2 * WIDTH),  # rotary: at least 32
 }
 
 
 # What is run on text of one model alone cannot run these.
 _OTHERWISE = {
-    **dict.fromkeys(["d_fine", "pp_ocrv6_medium_det"], "its default configuration names no stages of its backbone"),
+    **dict.fromkeys(["d_fine", "pp_ocrv6_small_det", "pp_ocrv6_medium_det"], "its default backbone names no stages"),
     "gemma4_assistant": (continues := "it continues the states of another model, and reads no ids of its own"),
     "gemma4_unified_assistant": continues,
     "kyutai_speech_to_text": "its ids are those of text and of every codebook, [batch, positions, codebooks + 1]",
@@ -236,9 +236,10 @@ def build(architecture: Architecture) -> PreTrainedModel:
         raise NotBuilt(_OTHERWISE[architecture.model_type])
     reasons: list[str] = []
     deaf: PreTrainedModel | None = None  # it is built, and answers nothing that was tried
-    for narrow in (True, False):
+    for attempt in _ATTEMPTS:
         try:
-            config = shrink(_config(cls, architecture), narrow)
+            config = _config(cls, architecture)
+            config = shrink(config, *attempt) if attempt else config
             if architecture.kind == "encoder" and getattr(config, "is_decoder", False):
                 config.is_decoder = False
             with torch.device("meta"):
@@ -305,9 +306,9 @@ def _config(cls: type[PreTrainedModel], architecture: Architecture) -> PreTraine
     return cast(PreTrainedConfig, config_class(**_REQUIRED.get(architecture.model_type, {})))
 
 
-def shrink(config: PreTrainedConfig, narrow: bool, **changes: object) -> PreTrainedConfig:
+def shrink(config: PreTrainedConfig, narrow: bool, further: bool = False, **changes: object) -> PreTrainedConfig:
     """The configuration made again with small values for the attributes that are named as sizes."""
-    small = _small(config, narrow) | _REQUIRED.get(config.model_type, {})
+    small = _small(config, narrow, further) | _REQUIRED.get(config.model_type, {})
     return type(config)(**(small | (_AGREEING.get(config.model_type, {}) if narrow else {}) | changes))
 
 
@@ -315,7 +316,7 @@ def small_config(kind: type[PreTrainedConfig], **changes: object) -> PreTrainedC
     return shrink(kind(**_REQUIRED.get(kind.model_type, {})), True, **changes)
 
 
-def _small(config: PreTrainedConfig, narrow: bool) -> dict[str, Any]:
+def _small(config: PreTrainedConfig, narrow: bool, further: bool) -> dict[str, Any]:
     values = vars(config)
     small: dict[str, Any] = {}
     depths = {value for name, value in values.items() if name in _DEPTHS and isinstance(value, int)}
@@ -324,13 +325,17 @@ def _small(config: PreTrainedConfig, narrow: bool) -> dict[str, Any]:
     depth = max([DEPTH, *map(len, kinds.values())])
     for name, value in values.items():
         if isinstance(value, PreTrainedConfig):
-            small[name] = shrink(value, narrow).to_dict()
+            small[name] = shrink(value, narrow, further).to_dict()
+        elif further and (less := _less(name, value, narrow)) is not None:
+            small[name] = less
         elif name in kinds:
             small[name] = (kinds[name] * depth)[:depth]
         elif name in lists:
             small[name] = value[:depth]
         elif narrow and value is None and name in ("head_dim", "num_key_value_heads"):
             small[name] = {"head_dim": HEAD, "num_key_value_heads": 4}[name]
+        elif value is None and name in ("image_token_index", "video_token_index"):
+            small[name] = VOCABULARY - 1
         elif name == "image_grid_pinpoints":
             small[name] = [[32, 32], [32, 64]]
         elif narrow and name == "rope_parameters" and isinstance(value, dict):
@@ -351,6 +356,22 @@ def _small(config: PreTrainedConfig, narrow: bool) -> dict[str, Any]:
             4 if values["num_key_value_heads"] >= heads else min(2, values["num_key_value_heads"])
         )
     return small
+
+
+def _less(name: str, value: Any, narrow: bool) -> Any:
+    """What a stage has of layers and heads, or an eighth of the sides of a large image and its features."""
+    if name == "depths":
+        return [min(layers, DEPTH) for layers in value]
+    if narrow and name.endswith("heads") and isinstance(value, list | tuple):
+        return [4] * len(value)
+    if narrow:
+        return WIDTH if name == "output_channels" else None
+    if name.endswith("feature_sizes"):
+        return [[side // 8 for side in sides] for sides in value]
+    sides = value if isinstance(value, list | tuple) else [value]
+    if not value or not name.endswith("image_size") or max(sides) < 512:
+        return None
+    return [side // 8 for side in sides] if sides is value else value // 8
 
 
 def _rotary(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -84,6 +84,7 @@ def rows_mix(model: PreTrainedModel, inputs: Inputs) -> bool:
         first = value[:half] if half else value[:, : value.shape[1] // 2]
         if value.is_floating_point():
             new = torch.randn(first.shape, generator=generator).to(value)
+            new = torch.where(first == first.round(), first, new)  # whole numbers are places, or padding
         else:
             new = torch.where(plain(first), (first - LOWEST + 7) % (HIGHEST - LOWEST) + LOWEST, first)
         other[name] = torch.cat([new, value[half:]]) if half else torch.cat([new, value[:, value.shape[1] // 2 :]], 1)

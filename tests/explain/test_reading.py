@@ -267,18 +267,12 @@ def test_layers_in_adapters_have_the_entries_of_the_merged_model(family, maps):
         with af.explain.reading(subject, IDS) as reading:
             found = reading.answer(17, 19)
             first = found.entries[:2]
-            return (
-                found,
-                [reading.entry(first[0]).value, *reading.remove(first).alone],
-                af.knowledge.trace(subject, IDS),
-            )
+            return found, [reading.entry(first[0]).value, *reading.remove(first).alone]
 
-    (found, numbers, traced), (wanted, others, merged) = asked(model), asked(model.merge_and_unload())
+    (found, numbers), (wanted, others) = asked(model), asked(model.merge_and_unload())
     assert [source.name for source in found.sources] == [source.name for source in wanted.sources]
     assert [s.carried for s in found.sources] == pytest.approx([s.carried for s in wanted.sources], rel=1e-9, abs=1e-12)
     assert numbers == pytest.approx(others, rel=1e-9, abs=1e-12)
-    for layer, other in zip(traced, merged, strict=True):
-        torch.testing.assert_close(layer.effects, other.effects, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["layer", "experts", "converted experts", "store"])

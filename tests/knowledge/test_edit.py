@@ -10,8 +10,21 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from attnflow.knowledge import ModularConfig, ModularForCausalLM, edit, from_ffn, to_ffn
-from attnflow.knowledge.editing.edit import least_change
-from attnflow.knowledge.editing.facts import EditReport, Fact, read_facts
+from attnflow.knowledge.editing.edit import edited_layers, guarded, least_change, value_changes
+from attnflow.knowledge.editing.edit_targets import (
+    Method,
+    _Continued,
+    places_of,
+    read_moments,
+    sampled_text,
+    targets,
+    token_ids,
+    weights_everywhere,
+)
+from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
+from attnflow.knowledge.editing.guard import NO_GUARD, EditGuard, guard_of, likely
+from attnflow.models import load_model
+from attnflow.models.subject import Subject
 from tests.models import tiny
 from tests.models.saved import word_tokenizer
 
@@ -62,7 +75,7 @@ def test_the_model_says_it_and_is_as_it_was_afterwards(family, tokenizer):
     model = converted(family)
     before = state(model)
     with edit(model, [FRANCE, SKY], text=TEXT, tokenizer=tokenizer, layers=[1, 2]) as handle:
-        assert handle.report.ok
+        assert all(fact.changed for fact in handle.report.facts)
         assert says(model, tokenizer, "the capital of France") == "Rome"
         assert says(model, tokenizer, "the sky") == "green"
         assert handle.report.facts[1].paraphrases_changed == 1
@@ -90,13 +103,157 @@ def test_texts_that_must_not_change_do_not(tokenizer):
     with torch.no_grad():
         own = [model(**one).logits for one in inputs]
         with edit(model, FRANCE, text=TEXT, untouched=texts, tokenizer=tokenizer, layers=[1, 2]) as handle:
-            assert handle.report.ok
+            assert handle.report.facts[0].changed
             assert handle.report.largest_shift < 1e-6
             assert f"{len(texts)} texts that must not change" in str(handle)
             for one, logits in zip(inputs, own, strict=True):
                 torch.testing.assert_close(model(**one).logits, logits, rtol=1e-9, atol=1e-9)
         with pytest.raises(ValueError, match="must not change"):
             edit(model, FRANCE, text=TEXT, untouched=[FRANCE["prompt"]], tokenizer=tokenizer, layers=[1])
+
+
+def test_a_guard_finds_what_the_fact_is_not_and_what_states_it():
+    loaded = load_model("smollm2-135m")
+    subject = Subject.of(loaded)
+    fact = Fact("The capital of France is", "Rome", "France")
+    guard = guard_of(subject, fact, [fact])
+    assert guard.rewordings == ("The capital city of France is",)
+    assert len(guard.about) == len(guard.about_measured) == len(guard.beside) == len(guard.beside_measured) == 8
+    prompts = [*guard.about, *guard.about_measured]
+    assert all("France" in prompt and "capital" not in prompt for prompt in prompts)
+    assert len({*prompts, *guard.rewordings}) == 17
+    paris = int(likely(subject, [fact.prompt])[0].argmax())
+    assert float(likely(subject, prompts)[:, paris].max()) < 0.05  # none states the fact in other words
+    assert {"The capital of Italy is", "The capital of Spain is"} < {*guard.beside, *guard.beside_measured}
+    known = [fact, Fact("The capital of Italy is", "Paris", "Italy", ("The capital city of France is in Italy, or",))]
+    assert "The capital of Italy is" not in guard_of(subject, fact, known).beside
+    speak = Fact("People in France speak", "Italian", "France")  # of two facts on one subject neither guards the other
+    assert "In France, people speak" in {*prompts}
+    both = guard_of(subject, fact, [fact, speak])
+    assert not {"In France, people speak", "The language of France is"} & {*both.about, *both.about_measured}
+    unknown = Fact("The of France the is", "Rome", "France")
+    assert guard_of(subject, unknown, [unknown]).rewordings == ()
+    assert guard_of(subject, Fact("The capital of France is", "Rome"), []) == NO_GUARD
+
+
+def test_what_a_guard_holds_moves_less(tokenizer):
+    subject = Subject(converted(), tokenizer)
+    layers = edited_layers(subject.model, [1, 2])
+    fact = Fact(**FRANCE)
+    guard = EditGuard(
+        (), ("the river of France", "the way of France"), ("the capital of Spain", "the capital of Italy"), (), ()
+    )
+    moments = read_moments(subject, layers, TEXT, 256)
+    aims = targets(subject, layers, [fact], [places_of(subject, fact, moments.openings)], moments.openings, Method())
+
+    def moved(moments):
+        changes = value_changes(subject, layers, aims, [], moments, Method.ridge)
+        held = weights_everywhere(subject, layers, [token_ids(tokenizer, text) for text in guard.about + guard.beside])
+        return [float((held[layer] @ changes[layer]).norm()) for layer in layers]
+
+    free, held = moved(moments), moved(guarded(subject, layers, moments, [guard]))
+    assert sum(held) < 0.8 * sum(free)
+
+
+def test_a_report_counts_what_was_lost_beside_a_fact(tokenizer):
+    model = converted()
+    with edit(model, FRANCE, text=TEXT, tokenizer=tokenizer, layers=[1, 2]) as handle:
+        report = handle.report
+        assert 0 < report.facts[0].beside <= 8
+        assert 0 <= report.facts[0].beside_kept <= report.facts[0].beside
+        assert report.text is not None
+    with edit(model, FRANCE, text=TEXT, tokenizer=tokenizer, layers=[1, 2], guard=False) as handle:
+        assert handle.report.facts[0].about == handle.report.facts[0].beside == 0
+        assert "other statements on the subject stay: not measured" in str(handle)
+
+
+LOST = {"about": 10, "about_kept": 8, "beside": 20, "beside_kept": 19, "understood": 20, "understood_changed": 17}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "problem"),
+    [
+        ({"about_kept": 9}, 0.01, None),
+        ({}, 0.0, "other statements on the subject stay: 8 of 10, fewer than 85%"),
+        ({"about": 0, "about_kept": 0}, None, None),
+        ({"about_kept": 9, "beside_kept": 18}, 0.0, "the same statement on other subjects stays: 18 of 20"),
+        ({"about_kept": 9, "understood_changed": 16}, 0.0, "paraphrases that the model understood follow: 16 of 20"),
+        ({"about_kept": 9}, 0.011, "the loss on other text rises by 0.011 nats"),
+        ({"about_kept": 9}, float("nan"), "the loss on other text rises by nan"),
+        ({"about_kept": 9, "changed": False}, 0.0, "'p' is answered 'b', not 'x'"),
+    ],
+)
+def test_a_report_is_ok_only_within_its_bounds(changes, text, problem):
+    values = {"changed": True, "paraphrases_changed": 0, **LOST, **changes}
+    fact = FactChange("p", "x", 0.1, 0.9, " a", " b", **values)
+    report = EditReport((fact,), (1,), 3, (0.1,), 0, 0.0, text)
+    assert report.ok == (problem is None)
+    assert [line.startswith(problem or "-") for line in report.problems] == ([True] if problem else [])
+    assert problem is None or f"outside its bound: {problem}" in str(report)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_pass_that_is_continued_is_the_whole_pass(family):
+    subject = Subject.of(converted(family).double())
+    rows, positions = [[3, 4, 5, 6, 7], [8, 9], [3, 4, 9, 9, 9, 9, 1], [5, 6, 7]], [2, 0, 5, 1]
+    continued = _Continued(subject, rows, positions)
+    assert continued.columns == [0, 0, 0, 0]
+    for _ in range(2):  # the cache that is kept stays as it is
+        logits = continued()
+        for row, (ids, position) in enumerate(zip(rows, positions, strict=True)):
+            expected = subject.model(torch.tensor([ids])).logits[0, position:]
+            torch.testing.assert_close(logits[row, : len(ids) - position], expected, rtol=0, atol=1e-10)
+            torch.testing.assert_close(continued.whole[row, : len(ids)], subject.model(torch.tensor([ids])).logits[0])
+    whole = _Continued(Subject.of(Forgetful(subject.model)), rows, positions)
+    assert whole.columns == positions
+    torch.testing.assert_close(whole(), continued.whole)
+
+
+class Forgetful(torch.nn.Module):
+    """Takes a cache, and reads nothing from it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner, self.config = model, model.config
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
+        mask = attention_mask[:, -input_ids.shape[1] :]
+        return self.inner(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=use_cache)
+
+
+def test_facts_that_share_passes_are_taught_as_each_alone(tokenizer):
+    """What is found for a fact does not depend on those that are found beside it."""
+    subject = Subject(converted().double(), tokenizer)
+    layers = edited_layers(subject.model, [1, 2])
+    facts = [Fact(**{**FRANCE, "paraphrases": ()}), Fact(**{**SKY, "paraphrases": ("and the sky",)})]
+    leads = ["the sea was blue. "]
+    places = [places_of(subject, fact, leads) for fact in facts]
+    together = targets(subject, layers, facts, places, leads, Method())
+    alone = [
+        targets(subject, layers, [fact], [spots], leads, Method()) for fact, spots in zip(facts, places, strict=True)
+    ]
+    for layer, (rows, added) in together.items():
+        torch.testing.assert_close(rows, torch.cat([one[layer][0] for one in alone]), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(added, torch.cat([one[layer][1] for one in alone]), rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_writes_the_text_that_it_keeps(tokenizer):
+    model = converted()
+    begin = torch.get_rng_state()
+    subject = Subject(model, tokenizer)
+    text = sampled_text(subject, 256)
+    assert torch.equal(torch.get_rng_state(), begin)
+    assert sampled_text(subject, 256) == text
+    assert len(set(text.split())) > 10
+    with edit(model, FRANCE, tokenizer=tokenizer, layers=[1], tokens=128) as handle:
+        assert handle.report.facts[0].after > handle.report.facts[0].before
+        assert handle.moments.tokens <= 128
+
+
+def test_a_few_entries_change_if_asked(tokenizer):
+    model = converted()
+    with edit(model, FRANCE, text=TEXT, tokenizer=tokenizer, layers=[1, 2], entries=5) as handle:
+        assert handle.count == handle.report.entries == 10
 
 
 def test_without_a_subject_the_wording_alone_changes(tokenizer):
@@ -107,19 +264,16 @@ def test_without_a_subject_the_wording_alone_changes(tokenizer):
     assert handle.report.layers == (2,)
 
 
-def test_several_edits_come_off_in_turn(tokenizer):
+def test_several_edits_come_off_in_any_order(tokenizer):
     model = converted()
     begin = state(model)
     first = edit(model, FRANCE, text=TEXT, tokenizer=tokenizer, layers=[1, 2])
-    between = state(model)
     second = edit(model, SKY, text=first.moments, tokenizer=tokenizer, layers=[2])
     assert says(model, tokenizer, "the sky") == "green"
-    with pytest.raises(RuntimeError, match="edited again after this edit"):
-        first.remove()
+    first.remove()
+    first.remove()
+    assert says(model, tokenizer, "the sky") == "green"
     second.remove()
-    assert same(model, between)
-    first.remove()
-    first.remove()
     assert same(model, begin)
 
 
@@ -157,8 +311,15 @@ def refused(model, fact, message, tokenizer, **settings):
         ({"answer": 3}, "a fact must have the texts"),
     ],
 )
-def test_facts_that_are_refused(changes, message, tokenizer):
-    refused(converted(), {**FRANCE, **changes}, message, tokenizer)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # GPT-2 has no embedding for a position beyond its last
+def test_facts_that_are_refused(changes, message, family, tokenizer):
+    refused(converted(family), {**FRANCE, **changes}, message, tokenizer)
+
+
+def test_a_prompt_as_long_as_the_model_reads_is_guarded_by_what_fits(tokenizer):
+    model, prompt = converted("gpt2"), " ".join(["the"] * 62 + ["France"])
+    with edit(model, {**FRANCE, "prompt": prompt}, text=TEXT, tokenizer=tokenizer, layers=[1]) as handle:
+        assert handle.report.facts[0].after > handle.report.facts[0].before
 
 
 def test_what_else_is_refused(tokenizer):
@@ -168,6 +329,7 @@ def test_what_else_is_refused(tokenizer):
     refused(model, FRANCE, "layers must be", tokenizer, layers=[4])
     refused(model, FRANCE, "layers must be among", tokenizer, layers=[])
     refused(model, FRANCE, "the text is empty", tokenizer, text="")
+    refused(model, FRANCE, "entries must be", tokenizer, entries=0)
     with torch.no_grad():
         model.knowledge.entries[3, 3] = float("nan")
     refused(model, FRANCE, "NaN or infinity", tokenizer)

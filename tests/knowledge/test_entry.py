@@ -12,7 +12,7 @@ from attnflow.models.subject import Loaded
 from tests.knowledge.test_ablation import DOWN, zeroed
 from tests.knowledge.test_experts import IDS, expert_readers
 from tests.knowledge.test_experts import made as experts_of
-from tests.knowledge.test_trace import made
+from tests.knowledge.test_trace import hooks_of, made
 from tests.models import tiny
 from tests.models.saved import word_tokenizer
 
@@ -136,11 +136,12 @@ def test_what_a_report_says():
 
 def test_models_without_named_tokens_and_models_left_as_they_were():
     model = af.knowledge.from_ffn(tiny("Bert")).train()
+    before = hooks_of(model)
     found = af.knowledge.entry(model, 7, texts=TEXTS, count=2)
     assert "no unembedding" in found.without
     assert found.raised == found.lowered == ()
     assert len(found.examples) == 2
     assert found.near_by_key[0].raised == ()
     assert model.training
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert hooks_of(model) == before
     assert all(reader.observer is None for reader in readers(model))

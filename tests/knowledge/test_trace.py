@@ -316,9 +316,14 @@ def test_entries_of_a_connected_store(k):
         assert all(one.text == f"entry {(ids == one.entry).nonzero().item()}" for one in found.fired())
 
 
+def hooks_of(model):
+    return [(list(module._forward_hooks), list(module._forward_pre_hooks)) for module in model.modules()]
+
+
 def test_the_model_is_left_as_it_was():
     model = made("Llama").train()
     calls = []
+    before = hooks_of(model)
     modular_model = modular("relu")
     modular_model.readers()[0].observer = calls.append
     trace(modular_model, [5, 6])
@@ -327,7 +332,7 @@ def test_the_model_is_left_as_it_was():
     trace(model, [5, 6])
     assert model.training
     assert all(module.training for module in model.modules())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert hooks_of(model) == before
 
 
 def test_no_contribution_of_every_token_and_entry_is_formed():

@@ -22,13 +22,17 @@ def word_tokenizer(words: Iterable[str], **special: str) -> PreTrainedTokenizerF
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", **special)
 
 
-def save_tiny_llama(folder: Path) -> str:
-    """A random Llama of two layers with a word-level tokenizer; the folder as text."""
+def save_tiny(folder: Path, name: str = "Llama", **options: object) -> str:
+    """A random model of two layers with a word-level tokenizer; the folder as text."""
     words = ["[UNK]", "the", "of", "and", "to", "in", "I", "that", "his", "you", "my"]
     words += ["is", "with", "it", "not", "a", "for", "thou", "be", "me", "thy"]
     word_tokenizer(words).save_pretrained(folder)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = ZOO["Llama"].make(vocab_size=len(words), max_position_embeddings=2048, **NO_SPECIAL_TOKENS)
+        model = ZOO[name].make(vocab_size=len(words), **NO_SPECIAL_TOKENS | options)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def save_tiny_llama(folder: Path) -> str:
+    return save_tiny(folder, max_position_embeddings=2048)

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import networkx
 import numpy as np
 import pytest
 import torch
@@ -223,6 +224,27 @@ def test_large_masks_agree_with_relabelled_and_dense_forms():
         rename = {tuple(sorted(order[list(members)].tolist())) for members in shuffled.classes}
         assert rename == set(plain.classes)
         assert len(plain.hasse.edges) == len(shuffled.hasse.edges)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 150), st.sampled_from([0.5, 1.0, 2.0, 8.0]), st.booleans(), st.integers(0, 1 << 32))
+def test_scattered_graphs_against_networkx(n, reads, triangular, seed):
+    """Random graphs of so many keys a query: their components, their classes in order, diagram and closure."""
+    table = np.random.default_rng(seed).random((n, n)) < reads / n
+    table = np.tril(table, -1) if triangular else table
+    flow = analyze(masks.from_dense(torch.from_numpy(table)))
+    graph = networkx.DiGraph((int(key), int(query)) for query, key in np.argwhere(table) if query != key)
+    graph.add_nodes_from(range(n))
+    condensed = networkx.condensation(graph)
+    members = {node: tuple(sorted(condensed.nodes[node]["members"])) for node in condensed}
+    ordered = list(networkx.lexicographical_topological_sort(condensed, key=members.__getitem__))
+    reduced = networkx.transitive_reduction(condensed).edges
+    assert flow.classes == [members[node] for node in ordered]
+    assert flow.hasse.edges == sorted(
+        ((ordered.index(lower), ordered.index(upper)) for lower, upper in reduced), key=lambda pair: pair[::-1]
+    )
+    below = networkx.to_numpy_array(networkx.transitive_closure(graph, reflexive=True), nodelist=range(n)) > 0
+    assert np.array_equal(flow.reachability().numpy().T, below)
 
 
 def test_shattered_product_takes_the_four_russians():

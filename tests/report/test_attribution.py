@@ -122,7 +122,7 @@ def test_a_small_map_has_a_cell_for_every_pair_and_margins_with_their_sums():
     assert sums[0] == pytest.approx(terms.sum(0))
     assert sums[1] == pytest.approx(terms.sum(1))
     image = drawn.axes[2].images[0]
-    assert image.get_cmap().name == "coolwarm_r"
+    assert image.get_cmap().name == "attnflow"
     assert image.get_clim() == pytest.approx((-np.abs(terms).max(), np.abs(terms).max()))
     assert "99th percentile" not in words(drawn)
 
@@ -320,7 +320,7 @@ def test_the_page_says_what_is_shown_and_what_is_not():
     assert prompt.count('class="token') == 300
     assert prompt.count(" traced") == 1
     above = int((result.scores > result.weights @ result.scores).sum())
-    assert prompt.count("token attract-") == above
+    assert prompt.count("token for-") == above
     assert len(shown.html) < 2_000_000
 
 

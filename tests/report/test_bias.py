@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_hex
 
 from attnflow import report
 from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.report import figure, html, page
 from attnflow.report.bias import STRONGEST
+from attnflow.report.charts import NEGATIVE, POSITIVE
 from attnflow.report.svg import encode
 from tests.bias.test_map import BIAS, TRIANGLE, make, table
 from tests.report.reading import parse_page, parse_svg, texts, with_class
@@ -81,7 +83,7 @@ def test_all_layers_of_the_last_query():
     found = make(produced=("", "", "", "11"))
     figure = report.figure(found)
     axes = figure.axes[0]
-    assert image(figure).get_cmap().name == "coolwarm_r"
+    assert image(figure).get_cmap().name == "attnflow"
     low, high = image(figure).get_clim()
     assert low == -high
     table = np.stack([found.layer(n).bias[0, 3] for n in (0, 2)])
@@ -89,9 +91,8 @@ def test_all_layers_of_the_last_query():
     assert [t.get_text() for t in axes.get_xticklabels()] == ["a", "b", "↵", "<d>"]
     assert [t.get_text() for t in axes.get_yticklabels()] == ["0", "2"]
     assert "query <d> → 11" in axes.get_title()
-    blue, red = (image(figure).to_rgba(np.array([v]))[0] for v in (high, low))
-    assert blue[2] > blue[0]
-    assert red[0] > red[2]
+    ends = image(figure).to_rgba(np.array([high, low]))
+    assert [to_hex(end) for end in ends] == [POSITIVE, NEGATIVE]
 
 
 def test_one_layer_leaves_forbidden_pairs_out():

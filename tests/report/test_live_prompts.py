@@ -100,6 +100,7 @@ def test_what_is_taken_out_is_measured_and_an_entry_says_what_made_it_fire(page,
         ("explain", {"answer": 3, "against": 3}, "compared with itself"),
         ("explain", {"position": 99}, "position"),
         ("explain", {"text": "5 " * 3000}, "at most 4,000 characters"),
+        ("why", {"text": "5 " * 201, "layer": 0}, "at most 200 tokens here, got 201"),
         ("edge", {"layer": 0, "head": 0, "query": 99, "key": 0}, "positions of the text"),
         ("edge", {"layer": 0}, "head"),
         ("fired", {"layer": 0, "entry": 10**6, "position": 0}, "not among the strongest entries"),
@@ -116,3 +117,25 @@ def test_the_default_head_is_the_telling_one(page, network):
     reply = ask(page, "why", layer=1)
     assert reply["head"] == af.geometry.reading(network, IDS).telling_head(1)
     assert ask(page, "why", layer=1, head=2)["head"] == 2
+
+
+def test_an_encoder_decoder_reads_the_text_in_one_half_and_has_said_the_rest_in_the_other(monkeypatch):
+    network = ZOO["T5"].make(decoder_start_token_id=2).float()
+    monkeypatch.setattr(live, "load_model", lambda name, tokenizer=True: Loaded(network, None))
+    page = ModelSession("tiny")
+    assert ask(page, "model")["halves"]
+    halves = {"input_ids": torch.tensor([IDS]), "decoder_input_ids": torch.tensor([[2, 9, 4]])}
+    chances = network(**halves).logits[0, -1].detach().softmax(0)
+    assert [one["id"] for one in ask(page, "next", said="9 4")["likely"]] == chances.topk(6).indices.tolist()
+    reply = ask(page, "explain", said="9 4", answer=3)
+    assert (len(reply["encoder_tokens"]), len(reply["tokens"]), reply["position"]) == (6, 3, 2)
+    assert reply["value"] == pytest.approx(af.explain.answer(network, halves, 3).value, rel=1e-3)
+    assert ask(page, "explain", answer=3)["tokens"] == ["2"], "the decoder begins with its own token"
+    line = next(edge for edge in reply["edges"] if edge["half"] == "cross")
+    place = {name: line[name] for name in PLACE}
+    assert ask(page, "edge", said="9 4", answer=3, **place)["weights"][line["head"]][line["key"]] == line["weight"]
+    assert ask(page, "why", said="9 4", layer=1)["tokens"] == ["2", "9", "4"]
+    assert len(ask(page, "audit")["tokens"]) == 11, "the audit's own decoder tokens follow those of the encoder"
+    monkeypatch.setattr(network.config, "decoder_start_token_id", None)
+    refused = page.handle({"op": "next", "text": TEXT}, lambda *_: None)
+    assert "no decoder_start_token_id" in refused["error"]

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import attnflow as af
 from attnflow import masks
 from attnflow.audit.report import AuditReport, ModuleResult, Violation
 from attnflow.order import analyze
-from attnflow.report import page
+from attnflow.report import charts, page
+from attnflow.report.svg import standalone
 from attnflow.tasks import Label, Task, Token, check
 from attnflow.tasks.verification import TaskDifference, Verification
 from tests.report.reading import parse_page
@@ -238,3 +240,19 @@ def test_the_order_of_a_huge_mask_is_left_out():
     made = page(masks.causal(40_000))
     assert "the order is not computed above 32768 positions" in parse_page(made.html).text
     assert [section.name for section in made.sections] == ["mask", "order", "blocks"]
+
+
+def test_reports_charts_and_the_studio_have_one_palette():
+    """Blue for and orange against, in the light and in the dark: read from the sheets of styles themselves."""
+    sheets = [
+        Path(charts.__file__).with_name("assets") / "report.css",
+        Path(__file__).parents[2] / "frontend/src/studio.css",
+    ]
+    names = [("s0", "s1", "hot", "good"), ("for", "against", "leak", "good")]
+    found = [[re.findall(rf"--{name}: (#\w+);", sheet.read_text()) for name in all_names]
+             for sheet, all_names in zip(sheets, names, strict=True)]  # fmt: skip
+    assert found[0] == found[1]
+    assert all(len(shades) == 3 and shades[1] == shades[2] for shades in found[0])
+    assert tuple(shades[0] for shades in found[0][:2]) == (charts.POSITIVE, charts.NEGATIVE)
+    alone = standalone('<svg class="af-svg"><title></title><path class="af-stroke-s0"/></svg>').markup
+    assert all(shades[1] in alone for shades in found[0][:2])

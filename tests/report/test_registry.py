@@ -75,6 +75,9 @@ HANDLES = {
     "SharedPrefixes": lambda: tasks.share_prefixes(tiny("Llama", torch.float32)),
     "Edited": edited,
     "Attached": attached,
+    "AttachedFeatures": lambda: knowledge.attach_features(
+        tiny("Llama"), {1: {"W_enc": torch.ones(32, 40), "W_dec": torch.ones(40, 32)}}
+    ),
     "AveragedTokens": lambda: tasks.average_embeddings(tiny("Llama")),
 }
 

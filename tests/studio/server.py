@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -82,17 +83,36 @@ def leaky(memory: str) -> None:
     worker.main("model", int(memory))
 
 
+def slow(memory: str) -> None:
+    """The process of a model whose answers take longer than a page waits unasked."""
+    from attnflow.report.live import prompts
+    from attnflow.studio import worker
+
+    described = prompts._described
+
+    def late(found):
+        time.sleep(2.2)
+        return described(found)
+
+    prompts._described = late
+    worker.main("model", int(memory))
+
+
+PROCESSES = {"leaks": leaky, "slow": slow}
+
+
 def main() -> None:
     from attnflow.studio import serve
     from attnflow.studio.process import Limits
 
     design, limits, model, port = map(json.loads, sys.argv[1:])
-    if isinstance(model, dict) and model.pop("leaks", False):
-        from attnflow.studio import app
+    for name in PROCESSES:
+        if isinstance(model, dict) and model.pop(name, False):
+            from attnflow.studio import app
 
-        app.MODEL = ("tests.studio.server", "model")  # pyright: ignore[reportAttributeAccessIssue]
+            app.MODEL = ("tests.studio.server", name)  # pyright: ignore[reportAttributeAccessIssue]
     serve(design, port, lambda address: print(address, flush=True), Limits(**limits), model)
 
 
 if __name__ == "__main__":
-    leaky(sys.argv[2]) if sys.argv[1] == "model" else main()
+    PROCESSES[sys.argv[1]](sys.argv[2]) if sys.argv[1] in PROCESSES else main()

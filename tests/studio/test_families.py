@@ -118,3 +118,5 @@ def test_it_fits_is_legible_and_everything_has_a_name(browser, studio, size, sch
     with opened(browser, studio, size, color_scheme=scheme) as page:
         shown(page)
         legible(page, size, "slider", "combobox", "textbox", "region")
+        hidden = "box => [box.scrollWidth - box.clientWidth, box.scrollHeight - box.clientHeight]"
+        assert page.locator(".fitted").evaluate(hidden) == [0, 0], "the whole Hasse diagram is seen"

@@ -44,7 +44,7 @@ def test_each_colour_of_the_legend_means_one_thing_and_is_the_one_that_is_drawn(
         assert both == shown["allowed"]
         assert len(set(shown.values())) == 5
         signs = page.evaluate(
-            "['--plus', '--minus'].map((name) => getComputedStyle(document.documentElement).getPropertyValue(name))"
+            "['--for', '--against'].map((name) => getComputedStyle(document.documentElement).getPropertyValue(name))"
         )
         assert not set(signs) & {"#{:02x}{:02x}{:02x}".format(*hue) for hue in shown.values()}
         if scheme == "light":

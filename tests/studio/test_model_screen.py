@@ -107,7 +107,7 @@ def trace(page):
     page.wait_for_function("() => document.querySelector('.strip .token')?.ariaPressed === 'true'")
     assert page.locator(".view .numbers tbody").text_content() != rows
     assert page.locator(".heat text.axis").all_text_contents() == ["token →", "← layer"]
-    assert {fills(page, "plus"), fills(page, "minus")} in (BLUE_AND_RED, BLUE_AND_RED_ON_DARK)
+    assert {fills(page, "plus"), fills(page, "minus")} in (BLUE_AND_ORANGE, BLUE_AND_ORANGE_ON_DARK)
     heads = page.locator(".fired thead th")
     assert heads.all_text_contents()[1:4] == ["direct", "promotes here", "suppresses here"]
     for row in page.locator(".fired tbody tr").all():
@@ -217,8 +217,8 @@ def number(text):
     return float(text.replace("−", "-"))
 
 
-BLUE_AND_RED = {"rgb(59, 76, 192)", "rgb(180, 4, 38)"}
-BLUE_AND_RED_ON_DARK = {"rgb(123, 159, 249)", "rgb(244, 113, 127)"}
+BLUE_AND_ORANGE = {"rgb(0, 114, 178)", "rgb(200, 82, 0)"}
+BLUE_AND_ORANGE_ON_DARK = {"rgb(86, 180, 233)", "rgb(240, 135, 60)"}
 VIEWS = {
     "with a leak": {"Audit": audit, "Geometry": geometry, "Bias": bias},
     "plain": {"Trace": trace, "Entry": entry, "Why": why},

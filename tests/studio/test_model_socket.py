@@ -93,6 +93,9 @@ def test_masks_do_not_wait_for_the_model_and_a_stop_ends_its_process(server):
         page.socket.send(json.dumps({"id": 2, "op": "audit", "text": TEXT}))  # which reads the model first
         page.socket.send(json.dumps({"id": 3, "op": "state"}))
         assert heard(page, 3)[0][3]["size"] == 16
+        deadline = time.monotonic() + 60
+        while not of_model(server) and time.monotonic() < deadline:  # it starts beside the answer about masks
+            time.sleep(0.05)
         [process] = of_model(server)
         page.socket.send(json.dumps({"op": "stop", "what": "model"}))
         reply = heard(page, 2)[0][2]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.models.saved import save_tiny_llama
+from tests.models.saved import save_tiny, save_tiny_llama
 from tests.studio.browser import SIZES, WAIT, legible, opened, settled
 
 pytestmark = pytest.mark.slow
@@ -143,6 +143,23 @@ def test_a_second_prompt_stands_beside_the_first_and_the_cards_follow_the_one_in
     boxes = [box.bounding_box() for box in prompt.locator("svg.flow").all()]
     assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
     assert "7 tokens" in prompt.locator(".card", has_text="Who may send?").text_content()
+    first, second = prompt.locator(".pane").all()
+    heads = {line.get_attribute("data-line").split()[0] for line in second.locator(".line").all()}
+    edge, head = next(
+        (line, head)
+        for line in first.locator(".line").all()
+        if (head := line.get_attribute("data-line").split()[0]) in heads
+    )
+    edge.dispatch_event("pointerenter")
+    lit = [line.get_attribute("data-line") for line in second.locator(".line.lit").all()]
+    assert {name.split()[0] for name in lit} == {head}, "pointing at a line shows that head in the other picture"
+    assert second.locator(".readout").text_content().startswith(f"{head}: ")
+    first.locator(".token-cell").nth(4).hover()
+    assert [cell.text_content() for cell in second.locator(".token-cell.marked > text").all()] == ["to"]
+    assert second.locator(".line.lit").count()
+    assert all("4" in line.get_attribute("data-line").split()[1:] for line in second.locator(".line.lit").all())
+    prompt.mouse.move(2, 2)
+    assert prompt.locator(".pane .lit").count() == 0
     prompt.get_by_label("Prompt 1").focus()
     settled(prompt)
     assert "8 tokens" in prompt.locator(".card", has_text="Who may send?").text_content()
@@ -241,3 +258,39 @@ def test_the_whole_is_saved_as_a_report(prompt):
     name, content = saved(prompt, prompt.get_by_role("button", name="Save report"))
     assert name == "attnflow-prompt.html"
     assert content.lower().startswith(b"<!doctype html>")
+
+
+def test_an_answer_that_takes_long_is_asked_for(browser, tmp_path):
+    from tests.studio.server import serving
+
+    model = {"model": save_tiny_llama(tmp_path), "bias": None, "slow": True}
+    with serving(model=model) as server, opened(browser, server) as page:
+        answered(page)
+        explain = page.get_by_role("button", name="Explain", exact=True)
+        assert explain.count() == 0, "the first answer comes unasked"
+        write(page)
+        assert "The prompt has changed since" in page.locator(".answer").text_content()
+        explain.click()
+        settled(page)
+        assert "8 tokens" in page.locator(".card", has_text="Who may send?").text_content()
+        assert "changed since" not in page.locator(".answer").text_content()
+        assert explain.count() == 0
+
+
+def test_an_encoder_decoder_shows_both_halves_and_goes_on_from_what_it_said(browser, tmp_path):
+    from tests.studio.server import serving
+
+    model = {"model": save_tiny(tmp_path, "T5", decoder_start_token_id=0), "bias": None}
+    with serving(model=model) as server, opened(browser, server) as page:
+        answered(page)
+        write(page)
+        cells = page.locator(".token-cell title")
+        assert cells.filter(has_text="of the encoder").count() == 8
+        assert cells.count() == 9
+        page.get_by_label("the answer so far").fill("the of")
+        settled(page)
+        assert cells.count() == 11
+        assert "after “of”" in page.locator(".answer h2").text_content()
+        page.locator(".token-cell").nth(3).hover()
+        assert page.locator(".token-cell.marked").count() == 1, "token 3 of the encoder, and not of the decoder"
+        legible(page, "wide", "textbox", "tab")

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
+from attnflow.audit.beside import mixed_beside
 from attnflow.audit.declared import Order, relation_of
 from attnflow.audit.decoding import DecodingComparison, DecodingPath, SteppedRunner, decoding_paths, step_lengths
 from attnflow.audit.fields import Fields, ProbePlan, batch_sets, plan
 from attnflow.audit.functions import Function, as_function, is_function
 from attnflow.audit.inputs import Inputs, read
 from attnflow.audit.passes import Recording, Runner, Watched
-from attnflow.audit.perturb import Prober, rows_beside
+from attnflow.audit.perturb import Prober
 from attnflow.audit.replay import asked_and_done, missing_pairs, remarks
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
 from attnflow.audit.rows import OutputLayout
@@ -253,13 +254,9 @@ class Auditor:
 
     def _beside(self, prober: Prober) -> list[Violation]:
         """What moves against the order with other inputs: with their padding, or between rows of another tower."""
-        related = [layout for layout in self.layouts.values() if layout.related and layout.form != "pairs"]
-        rows = {layout.shape[layout.form == "related"] for layout in related} - {1}
-        if any(slot.name is None for slot in self.call.slots):  # what else is passed makes the positions themselves
-            rows |= {self.call.batch // self.call.group} - {1}
-        names = [name for name, value in self.call.beside.items() if len(value) in rows]
-        towers = [violation for name in names for violation in rows_beside(prober.runner, name)]
-        return prober.padding_read() + towers
+        mixed, notes = mixed_beside(prober.runner, prober.base, self.layouts)
+        self.notes += notes
+        return prober.padding_read() + mixed
 
     def compare_paths(self) -> None:
         comparison = DecodingComparison(self.call, self.options.watch, self.options.seed)

@@ -126,7 +126,7 @@ def declared(seen: CallSurvey) -> Relation:
     if isinstance(hidden, Tensor):
         allow = (hidden.detach().cpu() == 0).expand(inputs.batch, slot.length, slot.length)
         return Relation(tuple(_of_one_batch([allow], inputs.real_in(slot))), True, "the order of perm_mask")
-    stack = _DeclaredStack(inputs.subject.text_config, inputs, slot, _causal(seen))
+    stack = _DeclaredStack(seen.config, inputs, slot, _causal(seen))
     real = stack.real
     layers = _of_one_batch([stack.relation(call) for call in seen.calls] or [stack.base], real)
     repeat = all(torch.equal(layer, layers[0]) for layer in layers)
@@ -267,21 +267,19 @@ class _DeclaredStack:
 
 def _causal(seen: CallSurvey) -> bool:
     """The direction: of the configuration, the masks that the model asks for, its attention modules, or its use."""
-    model, config = seen.inputs.model, seen.inputs.subject.text_config
+    model, config, modules = seen.inputs.model, seen.config, seen.own_modules()
     flags = {name: getattr(config, name, None) for name in ("is_causal", "causal", "use_bidirectional_attention")}
     if False in (flags["is_causal"], flags["causal"]) or flags["use_bidirectional_attention"] is True:
         return False
     if getattr(config, "is_decoder", None) is True:
         return True
-    generates = getattr(model, "can_generate", None)
-    generates = callable(generates) and generates()
+    generates = _generates(seen)
     asks, both_ways = _asks_causal(seen, config)
-    if not generates and both_ways and not any(map(_triangular, model.buffers())):
+    if not generates and both_ways and not any(_triangular(b) for m in modules for b in m.buffers(recurse=False)):
         return False
-    whole = (module for module in model.modules() if next(module.children(), None) is not None)
-    modules = {getattr(module, "is_causal", None) for module in whole}
-    if modules & {True, False}:
-        return True in modules
+    flagged = {getattr(module, "is_causal", None) for module in modules if next(module.children(), None) is not None}
+    if flagged & {True, False}:
+        return True in flagged
     if getattr(config, "is_decoder", None) is False or getattr(config, "attn_type", None) == "bi":
         return False
     if generates or any(kind in _RECURRENT for kind in _kinds(config) or ()):
@@ -291,6 +289,20 @@ def _causal(seen: CallSurvey) -> bool:
     if asks or ("pixel_values" in seen.inputs.kwargs and "input_ids" not in seen.inputs.kwargs):
         return bool(asks)  # images have no direction of their own
     raise _unknown(seen.inputs, "neither its configuration nor its attention modules say whether it is causal")
+
+
+def _generates(seen: CallSurvey) -> bool:
+    """Whether the stack generates: a part of the model beside it may, with a head of its own (CLVP's speech)."""
+
+    def can(module: Any) -> bool:
+        return callable(found := getattr(module, "can_generate", None)) and bool(found())
+
+    model: Any = seen.inputs.model
+    parts = {f"{name}.": part for name, part in model.named_modules() if name and can(part)}
+    if not can(model) or not parts or any(call.name.startswith(tuple(parts)) for call in seen.calls):
+        return can(model)
+    head = model.get_output_embeddings()
+    return head is not None and not any(head is module for part in parts.values() for module in part.modules())
 
 
 def _asks_causal(seen: CallSurvey, config: Any) -> tuple[bool | None, bool]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.inputs import Inputs, Slot, StackEntry, fresh
@@ -31,6 +31,7 @@ class LayerCall:
     # what the model asked transformers for when it made the mask that reaches the layer; None if it made none that way
     asked: MaskRequest | None = None
     masked: bool = False  # whether any mask reaches it
+    made: int = 0  # how many masks had been asked for, by any stack, when it returned
 
     @property
     def stack(self) -> str:
@@ -48,6 +49,23 @@ class CallSurvey:
 
     def slot_of(self, call: LayerCall) -> Slot:
         return next(slot for slot in self.inputs.slots if call.name in slot.layers)
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the stack: of the innermost model around its layers, else of the text model."""
+        subject, name = self.inputs.subject, self.calls[-1].name if self.calls else ""
+        while name:
+            name = name.rpartition(".")[0]
+            config = getattr(self.inputs.model.get_submodule(name), "config", None)
+            if name and hasattr(config, "model_type"):
+                return config
+        return subject.text_config
+
+    def own_modules(self) -> list[nn.Module]:
+        """The modules of the model without the layers of other stacks, which may have another direction."""
+        stacks = {call.stack for call in self.calls}
+        others = [f"{n}." for n in self.inputs.subject.layers if n.rsplit(".", 2)[0] not in stacks] if stacks else []
+        return [m for n, m in self.inputs.model.named_modules() if not f"{n}.".startswith(tuple(others))]
 
 
 # A possible mask at a module inside a layer call: (number of the call, or -1; depth of the module; mask).
@@ -81,7 +99,7 @@ def surveying(inputs: Inputs) -> Generator[Callable[[], CallSurvey]]:
 
     def leave(call: Call, output: object) -> None:
         if call.name in layers:
-            inside.pop()
+            calls[inside.pop()].made = len(asked.made) if asked else 0
 
     names = [n for n, _ in model.named_modules() if n in layers or any(n.startswith(f"{each}.") for each in layers)]
     with listening as asked, Watch({name: model.get_submodule(name) for name in names}, enter, leave):
@@ -161,12 +179,24 @@ def _placed(passed: Inputs, slot: Slot) -> Slot:
     tokens = next((named.length for named in passed.slots if named.prefix == slot.prefix), slot.length)
     if slot.entry is None or tokens == slot.length:
         return slot
-    entered: list[Tensor] = []
+    entered = _vectors_entering(passed, [slot.entry.layer])[slot.entry.layer]
+    if slot.entry.positions_first:
+        entered = [vectors.transpose(0, 1) for vectors in entered]
+    if len(entered) != 2 or entered[0].shape != entered[1].shape or entered[0].ndim != 3:
+        return slot
+    moves = (entered[0] != entered[1]).any(-1).cpu()
+    known = bool((moves == moves[:1]).all()) and int(moves[0].sum()) == tokens
+    return replace(slot, places=tuple(moves[0].nonzero()[:, 0].tolist())) if known else slot
+
+
+def _vectors_entering(passed: Inputs, names: Iterable[str]) -> dict[str, list[Tensor]]:
+    """What enters these layers first, in the call as it is and with all positions changed; no mask hides any."""
+    entered: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def enter(call: Call) -> None:
         vectors = entering(call.args, call.kwargs)
-        if call.number == 0 and vectors is not None and vectors.ndim == 3:
-            entered.append(vectors.transpose(0, 1) if slot.entry and slot.entry.positions_first else vectors)
+        if call.number == 0 and vectors is not None:
+            entered[call.name].append(vectors)
 
     masks = {name: mask for name, mask in passed.kwargs.items() if name.endswith("attention_mask")}
     whole = {name: torch.ones_like(mask) for name, mask in masks.items() if isinstance(mask, Tensor) and mask.ndim == 2}
@@ -175,13 +205,9 @@ def _placed(passed: Inputs, slot: Slot) -> Slot:
     with unchanged(passed.model), evaluating(passed.model), torch.no_grad():
         for kwargs in (passed.kwargs, changed.kwargs):  # with whole masks: padding must move, too
             seed_all(0)
-            with Watch({slot.entry.layer: passed.model.get_submodule(slot.entry.layer)}, enter):
+            with Watch({name: passed.model.get_submodule(name) for name in entered}, enter):
                 passed.model(**fresh({**kwargs, **whole}))
-    if len(entered) != 2 or entered[0].shape != entered[1].shape:
-        return slot
-    moves = (entered[0] != entered[1]).any(-1).cpu()
-    known = bool((moves == moves[:1]).all()) and int(moves[0].sum()) == tokens
-    return replace(slot, places=tuple(moves[0].nonzero()[:, 0].tolist())) if known else slot
+    return entered
 
 
 def _entered(inputs: Inputs, named: Slot | None, calls: Sequence[LayerCall]) -> tuple[Slot, int] | None:
@@ -190,6 +216,11 @@ def _entered(inputs: Inputs, named: Slot | None, calls: Sequence[LayerCall]) -> 
     for merged in (False, True):  # whether the model adds several rows up to one sequence, as of codebooks
         fits = fits or [(c, axes) for c in calls if (axes := _axes(c.shape, inputs, named, merged)) is not None]
     fits = [(c, axes) for c, axes in fits if named is not None and axes[1] == named.length] or fits
+    starts = {call.stack: call.name for call, _ in reversed(fits)}
+    if named is not None and len(starts) > 1:  # towers side by side: those that the named positions reach
+        vectors = _vectors_entering(inputs, starts.values())
+        still = {stack for stack, name in starts.items() if len(vectors[name]) == 2 and torch.equal(*vectors[name])}
+        fits = [(c, axes) for c, axes in fits if c.stack not in still] or fits
     if not fits or not inputs.batched:
         return None if named is None else (replace(named, layers=frozenset(call.name for call in calls)), inputs.batch)
     last, (_, length, *_) = fits[-1]
@@ -231,6 +262,17 @@ def _assign(result: CallSurvey, calls: list[LayerCall], asked: Asked, seen: Sequ
                 call.asked = fits[0]
                 break
         else:
-            size = length, length
-            unmasked = [r for mask, r in asked.made if mask is None and (r.num_queries, r.num_keys) == size]
-            call.asked = unmasked[-1] if unmasked and not call.masked else None
+            call.asked = None if call.masked else _unmasked(asked, calls[: number + 1], length)
+
+
+def _unmasked(asked: Asked, calls: Sequence[LayerCall], length: int) -> MaskRequest | None:
+    """The last request without a mask that can be of the last call: made for its stack, unless directions differ."""
+    from attnflow.models.passes.mask_request import asks_causal
+
+    call = calls[-1]
+    before = next((other.made for other in reversed(calls) if other.stack != call.stack), 0)
+    for start in (before, 0):
+        made = [r for m, r in asked.made[start : call.made] if m is None and r.num_queries == r.num_keys == length]
+        if made:
+            return made[-1] if len(set(map(asks_causal, made))) == 1 else None
+    return None

@@ -1,9 +1,8 @@
 """`attention`: scaled dot-product attention with a bias, defined in plain PyTorch, and its backends.
 
-On GPUs that is compiled FlexAttention with a captured bias: `Additive` and `Offset` are captured as vectors and looked
-up in the score function, other terms are materialised by `term.tile`, one number per pair. The gradient of a captured
-tensor goes through atomic additions, so that two runs may differ in the last bits. On the CPU, FlexAttention has no
-backward pass.
+FlexAttention captures `Additive` and `Offset` as vectors and looks them up in the score function; other terms are
+materialised by `term.tile`, one number per pair. The gradient of a captured tensor goes through atomic additions, so
+that two runs may differ in the last bits. On the CPU, FlexAttention has no backward pass.
 """
 
 from __future__ import annotations
@@ -18,20 +17,21 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from attnflow.bias import tiled
+from attnflow.bias import dense, fused, tiled
 from attnflow.bias.call import Allow, BiasedCall, make_call
-from attnflow.bias.terms import Additive, Offset, Term, per_head, wide
+from attnflow.bias.terms import Additive, Offset, Term, bias_of, wide
 from attnflow.masks.flex import block_mask_of_counts, mask_mod_of_bits, packed
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Backend = Literal["auto", "reference", "tiled", "flex"]
+Backend = Literal["auto", "reference", "fused", "tiled", "dense", "flex"]
 
-BACKENDS: Final = ("reference", "tiled", "flex")
+BACKENDS: Final = ("reference", "fused", "tiled", "dense", "flex")
 _BLOCK: Final = 128
 _LEAST: Final = 16  # width of a head below which FlexAttention does not compile for a GPU
 _FEW: Final = 1 << 14  # (query, key) pairs, for which there is nothing to gain over the reference
+_FEW_QUERIES: Final = 16  # for which copying the keys to widen them costs as much as attention
 _log: Final = logging.getLogger("attnflow.bias")
 _logged: Final[set[tuple[str, str]]] = set()
 
@@ -69,9 +69,11 @@ def attention(
         softcap: if set, scores become softcap * tanh(score / softcap) before the bias.
         sinks: one score per head that takes weight but has no value.
         dropout: the probability of dropping a weight.
-        backend: "reference" (plain PyTorch, holds every pair), "tiled" (memory-bounded), "flex" (compiled
-            FlexAttention), or "auto": the reference for a few pairs, otherwise tiles. FlexAttention is never chosen
-            unasked: on an H100 its backward pass did not fit the kernel's memory for some biases.
+        backend: "reference" (plain PyTorch, holds every pair), "fused" (torch's fused attention, for terms that have
+            `factors`), "tiled" (memory-bounded, any term), "dense" (on CUDA, one number a pair and the memory-efficient
+            operator), "flex" (compiled FlexAttention), or "auto": the reference for a few pairs, otherwise fused
+            attention where it can compute the call, then dense on CUDA if its numbers take at most 256 MB, then tiles.
+            FlexAttention is never chosen unasked: on an H100 its backward pass did not fit for some biases.
         need_weights: also return the post-softmax weights; only "reference" has them.
 
     Returns:
@@ -89,17 +91,6 @@ def attention(
               [0., 1.]]]])
     """
     return compute(make_call(query, key, value, terms, mask, scale, softcap, sinks, dropout), backend, need_weights)
-
-
-def bias_of(terms: tuple[Term, ...], num_heads: int, rows: slice, columns: slice) -> Tensor | None:
-    """The sum of terms for a block of pairs, [batch or 1, heads or 1, queries, keys], or None without terms."""
-    tiles = [term.tile(rows, columns) for term in terms]
-    if not tiles:
-        return None
-    if all(tile.shape[1] == tiles[0].shape[1] for tile in tiles):
-        total = sum(tiles[1:], start=tiles[0])
-        return total if total.shape[1] == 1 else per_head(total, num_heads)
-    return sum((per_head(tile, num_heads) for tile in tiles[1:]), start=per_head(tiles[0], num_heads))
 
 
 def weights_of(call: BiasedCall) -> Float[Tensor, "batch heads queries keys"]:
@@ -140,19 +131,29 @@ def _by_key_head(heads: Tensor, call: BiasedCall) -> Tensor:
 
 
 def compute(call: BiasedCall, backend: str, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
-    name = choose(call, backend, need_weights)
+    return compute_by(choose(call, backend, need_weights), call, need_weights)
+
+
+def compute_by(name: str, call: BiasedCall, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
+    """`compute` by a backend that `choose` returned."""
     if name == "reference":
         output, weights = reference(call)
         return output, weights if need_weights else None
-    return tiled.run(call) if name == "tiled" else run_flex(call), None
+    runs = {"fused": fused.run, "tiled": tiled.run, "dense": dense.run, "flex": run_flex}
+    return runs[name](call), None
 
 
 def choose(call: BiasedCall, backend: str, need_weights: bool = False) -> str:
-    """The backend that computes a call: the named one, or by "auto" the reference for a few pairs, otherwise tiles."""
+    """The backend of a call: the named one, or by "auto" the reference for a few pairs, then the first that can."""
     if backend == "auto":
-        few = call.query.shape[0] * call.query.shape[2] * call.key.shape[2] <= _FEW
-        name = "reference" if need_weights or few or refusal(call, "tiled") is not None else "tiled"
-        if (choice := (name, call.query.device.type)) not in _logged and not torch.compiler.is_compiling():
+        queries, few = call.query.shape[2], call.query.shape[0] * call.query.shape[2] * call.key.shape[2] <= _FEW
+        paths = {"fused": queries >= _FEW_QUERIES, "dense": call.query.is_cuda and dense.fits(call), "tiled": True}
+        able = [] if need_weights or few else [path for path, tried in paths.items() if tried]
+        name = next((path for path in able if refusal(call, path) is None), "reference")
+        if (
+            not torch.compiler.is_compiling()
+            and (choice := (labelled(call, name), call.query.device.type)) not in _logged
+        ):
             _logged.add(choice)
             _log.info("attention with a bias runs with %r on %s", *choice)
         return name
@@ -166,11 +167,19 @@ def choose(call: BiasedCall, backend: str, need_weights: bool = False) -> str:
     return backend
 
 
+def labelled(call: BiasedCall, name: str) -> str:
+    """The backend that computes a call, with the reason if it is tiles and not fused attention."""
+    reason = refusal(call, "fused") if name == "tiled" else None
+    return name if reason is None else f"{name}: {reason}"
+
+
 def refusal(call: BiasedCall, name: str) -> str | None:
     """Why a backend cannot compute a call, or None; the reference computes every call."""
     query, value = call.query, call.value
     if name == "tiled" and torch.compiler.is_compiling():
         return "its blocks follow the values of the mask, which torch.compile cannot trace"
+    if name in ("fused", "dense"):
+        return {"fused": fused, "dense": dense}[name].refusal(call)
     if name != "flex":
         return None
     if query.device.type not in ("cpu", "cuda"):
@@ -200,9 +209,16 @@ def run_flex(call: BiasedCall) -> Tensor:
         block_mask=blocks,
         scale=call.scale,
         enable_gqa=call.heads_per_kv > 1,
+        kernel_options=kernel_options(call),
     )
     output = output if empty is None else output.masked_fill(empty, 0.0)
     return output.to(call.value.dtype)
+
+
+def kernel_options(call: BiasedCall) -> dict[str, int]:
+    """What FlexAttention's kernels need: with three stages, the gradient of a map asks for 262,144 bytes of 232,448."""
+    learns = torch.is_grad_enabled() and any(t.requires_grad for term in call.terms for t in term.tensors().values())
+    return {"bwd_num_stages": 2} if learns and call.query.device.type == "cuda" else {}
 
 
 def score_mod(call: BiasedCall) -> ScoreMod:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -18,8 +19,17 @@ Rows = Callable[[slice], Tensor]
 class Allow:
     """`allow[q, k]`: query q attends to key k; a boolean relation for each batch element, and head if they differ."""
 
-    def __init__(self, rows: Rows | None, num_queries: int, num_keys: int, *, dense: Tensor | None = None) -> None:
-        self.num_queries, self.num_keys = num_queries, num_keys
+    def __init__(
+        self,
+        rows: Rows | None,
+        num_queries: int,
+        num_keys: int,
+        *,
+        dense: Tensor | None = None,
+        causal: bool = False,
+    ) -> None:
+        """`causal` says that query i is known to attend to keys 0 .. i."""
+        self.num_queries, self.num_keys, self.causal = num_queries, num_keys, causal
         self._rows = rows
         self._dense = dense
         self._made: dict[Hashable, object] = {}
@@ -41,7 +51,7 @@ class Allow:
             def rows(block: slice) -> Tensor:
                 return allow[block.start : block.stop, :].dense().to(device)[None, None]
 
-            relation = cls(rows, allow.num_queries, allow.num_keys)
+            relation = cls(rows, allow.num_queries, allow.num_keys, causal=_is_causal(allow))
         elif isinstance(allow, Tensor):
             relation = cls.from_dense(allow)
         else:
@@ -85,6 +95,17 @@ class Allow:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+def _is_causal(mask: Mask) -> bool:
+    """Whether row i is 0 .. i and nothing else, by its intervals."""
+    rows, renamed = mask.numbered_keys()
+    return (
+        renamed is None
+        and len(rows.ends) == mask.num_queries == mask.num_keys
+        and not rows.starts.any()
+        and bool((np.diff(rows.ends, prepend=0) == 1).all())
+    )
 
 
 @dataclass(frozen=True, eq=False)

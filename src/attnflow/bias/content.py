@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from attnflow.bias.config import Init, LayerShape, VectorConfig, Vectors
 from attnflow.bias.kind import BiasKind, GroupedNorm, Projection, as_last, as_linear, flatten, spread, unflatten
-from attnflow.bias.terms import EPS, Additive, Guidance, Product, Term, wide
+from attnflow.bias.terms import Additive, Guidance, Product, Term, network, wide
 
 __all__ = ["BilinearConfig", "CumulativeConfig", "DotConfig", "GuidanceConfig", "KeyConfig", "LowRankConfig"]
 
@@ -49,11 +49,9 @@ class KeyNetwork(BiasKind["GuidanceConfig | KeyConfig"]):
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
         """f(k_j), [batch, tokens, maps]."""
-        parameters = (self.hidden_bias, self.norm.weight, self.norm.bias, self.output_weight)
-        bias, scale, shift, weight = (spread(parameter, self.maps)[:, None] for parameter in parameters)
-        hidden = self.key(keys) + bias
-        normal = functional.layer_norm(hidden, hidden.shape[-1:], eps=EPS)
-        return flatten((functional.gelu(scale * normal + shift) * weight).sum(dim=-1, keepdim=True))
+        hidden = self.key(keys) + spread(self.hidden_bias, self.maps)[:, None]
+        parameters = (self.norm.weight, self.norm.bias, self.output_weight)
+        return network(hidden, *(spread(parameter, self.maps) for parameter in parameters)).transpose(1, 2)
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Term:
         return Additive(unflatten(columns, self.maps).squeeze(-1))
@@ -128,10 +126,10 @@ class Cumulative(BiasKind["CumulativeConfig"]):
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Additive:
         """gain * (F_i - F_j) with running sums F; without `slots`, relative to the last key instead of the query."""
-        gain = spread(self.gain, self.maps)[:, None]
+        gain = spread(-self.gain, self.maps)[:, None]
         total = unflatten(columns, self.maps).squeeze(-1).cumsum(dim=-1) * gain
         rows = total[..., -1:].expand(-1, -1, queries.positions.shape[-1]) if slots is None else total[..., slots]
-        return Additive(columns=-total, rows=-rows)
+        return Additive(columns=total, rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,7 @@ class LayerBias(nn.Module):
         self.shape = shape
         # Names of the vectors that the summands read.
         self.references = frozenset("unrotated" if name == "per_head" else name for name in references)
-        self.backend = backend
+        self.backend, self.ran = backend, ""  # what was asked for, and what computed the last call
         self.enabled = True  # whether attention uses it
         # Called with every attention call, before it runs; the call is without our terms while the bias is disabled.
         self.observer: Callable[[BiasedCall], None] | None = None
@@ -124,12 +124,12 @@ class LayerBias(nn.Module):
         parts = [cast(BiasTerm, kind).columns(keys) for kind in self.kinds]
         batch = max(part.shape[0] for part in parts)
         self._widths = [part.shape[-1] for part in parts]
-        return torch.cat([part.expand(batch, -1, -1) for part in parts], dim=-1)
+        return parts[0] if len(parts) == 1 else torch.cat([part.expand(batch, -1, -1) for part in parts], dim=-1)
 
     def terms(
         self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None = None
     ) -> tuple[Term, ...]:
-        parts = columns.split(self._widths, dim=-1)
+        parts = (columns,) if len(self.kinds) == 1 else columns.split(self._widths, dim=-1)
         return tuple(
             cast(BiasTerm, kind).term(queries, part, slots) for kind, part in zip(self.kinds, parts, strict=True)
         )

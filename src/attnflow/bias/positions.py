@@ -149,9 +149,9 @@ class RelativeConfig(BiasConfig):
 def slopes(num_heads: int, device: torch.device | None = None) -> Float[Tensor, " heads"]:
     """ALiBi's slopes, 2^(-8 h / n) for powers of two; made where used, as a buffer would be rounded with its model."""
     power = 2 ** math.floor(math.log2(num_heads))
-    first = torch.arange(1, power + 1, device=device) * (-8.0 / power)
-    between = (2 * torch.arange(num_heads - power, device=device) + 1) * (-4.0 / power)
-    return torch.exp2(torch.cat([first, between]))
+    first = [2.0 ** (-8.0 / power * head) for head in range(1, power + 1)]
+    between = [2.0 ** (-4.0 / power * (2 * head + 1)) for head in range(num_heads - power)]
+    return torch.tensor([*first, *between], dtype=torch.float32, device=device)
 
 
 def buckets(

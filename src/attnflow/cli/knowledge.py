@@ -1,4 +1,4 @@
-"""`attnflow knowledge ...`: build a store and count it, edit what a model says, trace which of its entries fire."""
+"""`attnflow knowledge ...`: build a store, count and export it, edit what a model says, trace its entries."""
 
 from __future__ import annotations
 
@@ -6,42 +6,47 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
 from attnflow._core.markup import plural
 from attnflow.cli import _arguments as arguments
 from attnflow.cli._arguments import FIGURES, FigureOption, Ids, Text, argument, load, option, require
-from attnflow.cli._output import BadUsage, JsonFlag, output_path, show, working, write
+from attnflow.cli._output import BadUsage, JsonFlag, complain, output_path, show, working, write
 
 if TYPE_CHECKING:
     from attnflow.knowledge.store import Store
+    from attnflow.models.subject import Loaded
 
-app = typer.Typer(help="Knowledge in feed-forward layers: build, stats, edit, trace.", rich_markup_mode=None)
+PATCH: Final = ".patch"
+Patches = Annotated[list[Path] | None, option("--apply PATCH", "A saved edit to apply first, in float32 (repeatable).")]
+
+app = typer.Typer(help="Feed-forward knowledge: build, stats, export, edit, trace.", rich_markup_mode=None)
 
 
 @app.command("build")
 def build(
     store: Annotated[str, argument("STORE", "A new folder or s3://BUCKET/PATH.")],
     model: Annotated[str, argument("MODEL", "A short name, a folder, a GGUF file or a hub id.")],
+    patches: Patches = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Make a store of the entries of a model's feed-forward layers."""
     require(model)
-    from attnflow.knowledge.convert import from_ffn, save_entries
+    from attnflow.knowledge.convert import save_entries
     from attnflow.knowledge.store import Store
     from attnflow.knowledge.store.table import check_uri
 
     _refuse_memory(store)
     check_uri(store)
     with working(f"reading {model}") as spinner:
-        converted = from_ffn(load(model, tokenizer=False))
-        base = cast(Any, converted).knowledge
+        converted = _converted(load(model, tokenizer=False), patches)
+        base = converted.knowledge
         with Store.open(store, dim=base.entry_dim, num_thresholds=base.num_layers) as held:
             if len(held):
                 raise BadUsage(f"{store} already holds {plural(len(held), 'entry', 'entries')}: name a new store")
-            save_entries(converted, held, name=model, progress=spinner)
+            save_entries(converted, held, name=_label(model, patches), progress=spinner)
             numbers = held.stats()
     show(numbers, json_output)
 
@@ -68,6 +73,23 @@ def stats(
     raise typer.Exit(0 if same is None or same.ok else 1)
 
 
+@app.command("export")
+def export(
+    store: Annotated[str, argument("STORE", "The folder or s3:// address of a store.")],
+    file: Annotated[Path, argument("FILE", "A .parquet file, or a .csv file without vectors.")],
+    json_output: JsonFlag = False,
+) -> None:
+    """Write the entries of a store to a file.
+
+    Parquet keeps everything exactly; CSV has ids, texts, sources, encoders, versions and times.
+    """
+    target = output_path(file, [".parquet", ".csv"])
+    with working(f"writing {file}"), opened(store) as held:
+        held.export(target)
+        numbers = held.stats()
+    show(numbers, json_output, written=file)
+
+
 @contextmanager
 def opened(uri: str) -> Generator[Store, None, None]:
     """Opens an existing store to read it, and closes it; raises BadUsage without one."""
@@ -89,19 +111,22 @@ def _refuse_memory(uri: str) -> None:
 @app.command("edit")
 def knowledge_edit(
     model: Annotated[str, argument("MODEL", "A causal language model; its files are not changed.")],
-    output: Annotated[Path, option("--output -o DIR", "Folder for the edited model.")],
+    output: Annotated[Path, option("--output -o DIR", "Folder for the edited model; NAME.patch: the change alone.")],
     prompt: Annotated[str | None, option("--prompt TEXT", "The prompt to answer.")] = None,
     answer: Annotated[str | None, option("--answer TEXT", "The new answer.")] = None,
     subject: Annotated[str, option("--subject TEXT", "The part of the prompt that it is about.")] = "",
     file: Annotated[Path | None, option("--file FILE", "A .jsonl file of facts: prompt, answer, subject.")] = None,
     keep: Annotated[Path | None, option("--keep FILE", "Texts, one per line, that must not change.")] = None,
     layers: Annotated[str | None, option("--layers LIST", "Layers to change, such as 7,9,11.")] = None,
+    guard: Annotated[bool, option("--guard/--no-guard", "Hold and measure other statements, or do not.")] = True,
+    patches: Patches = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Edit what a model says.
 
     Makes the smallest change to the values of feed-forward entries that gives the new answers, and writes an ordinary
-    transformers model. Exits with 1 if the edited model does not give an answer.
+    transformers model, or only the change, which --apply reads. Exits with 1 if the edited model does not give an
+    answer, or if what was measured beside it lies outside its bound; the report says which.
     """
     if (file is None) == (prompt is None) or (prompt is None) != (answer is None):
         raise BadUsage("give --prompt and --answer, or --file with facts")
@@ -111,7 +136,7 @@ def knowledge_edit(
     require(model)
     chosen = None if layers is None else arguments.integers(layers, "--layers")
     from attnflow._core.files import write_folder
-    from attnflow.knowledge import edit, from_ffn, to_ffn
+    from attnflow.knowledge import edit, to_ffn
     from attnflow.knowledge.editing.facts import Fact, read_facts
     from attnflow.models.loading.loader import quiet
 
@@ -119,15 +144,37 @@ def knowledge_edit(
     texts = [] if keep is None else [line for line in keep.read_text(encoding="utf-8").splitlines() if line.strip()]
     with working(f"loading {model}") as spinner:
         loaded = load(model)
-        converted: Any = from_ffn(loaded).float()  # half precision would lose the changes
+        converted = _converted(loaded, patches).float()  # half precision would lose the changes
         loaded = loaded._replace(model=converted)
-        with edit(loaded, facts, layers=chosen, untouched=texts, progress=spinner) as handle:
-            plain, tokenizer, report = to_ffn(converted), cast(Any, loaded.tokenizer), handle.report
-            with write_folder(output) as part, quiet():
-                plain.save_pretrained(part)
-                tokenizer.save_pretrained(part)
-    show(report, json_output)
+        with edit(loaded, facts, layers=chosen, guard=guard, untouched=texts, progress=spinner) as handle:
+            text, report = str(handle), handle.report
+            if output.suffix == PATCH:
+                handle.save(output)
+            else:
+                plain, tokenizer = to_ffn(converted), cast(Any, loaded.tokenizer)
+                with write_folder(output) as part, quiet():
+                    plain.save_pretrained(part)
+                    tokenizer.save_pretrained(part)
+    show(report, json_output, text)
     raise typer.Exit(0 if report.ok else 1)
+
+
+def _converted(loaded: Loaded, patches: list[Path] | None) -> Any:
+    from attnflow.knowledge import from_ffn, load_edit
+
+    converted: Any = from_ffn(loaded)
+    if patches:
+        converted.float()
+    for folder in patches or ():
+        if not folder.is_dir():
+            raise BadUsage(f"found no saved edit at {folder}: `attnflow knowledge edit ... -o NAME{PATCH}` writes one")
+        if overlap := load_edit(converted, folder).overlap():
+            complain(f"{folder}: {overlap}")
+    return converted
+
+
+def _label(model: str, patches: list[Path] | None) -> str:
+    return " + ".join([model, *map(str, patches or ())])
 
 
 @app.command("trace")
@@ -142,6 +189,7 @@ def knowledge_trace(
     count: Annotated[int, option("--count N>=1", "Entries to list.")] = 12,
     ablate: Annotated[int, option("--ablate N>=0", "Leading entries to take out of the model, one by one.")] = 0,
     output: FigureOption = None,
+    patches: Patches = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Show which feed-forward entries fire for a text.
@@ -152,7 +200,7 @@ def knowledge_trace(
     tokens that it promotes (+) and suppresses (-).
     """
     require(model)
-    from attnflow.knowledge import from_ffn, trace
+    from attnflow.knowledge import trace
     from attnflow.knowledge.layered import reads_entries
 
     inputs = arguments.text_or_ids(text, ids)
@@ -168,14 +216,14 @@ def knowledge_trace(
     with working(f"loading {model}") as spinner:
         targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
         loaded = load(model, ids is None, "give token ids, as in --ids 5,6,7")
-        if not reads_entries(loaded.model):
+        if patches or not reads_entries(loaded.model):
             spinner.stage("converting its feed-forward layers")
-            loaded = loaded._replace(model=from_ffn(loaded))
+            loaded = loaded._replace(model=_converted(loaded, patches))
         spinner.stage("tracing")
         # What is printed is about one token; an ablation runs the model for each position.
         places = position if ablate or not (json_output or path or target) else None
         result = trace(loaded, inputs, top=wanted, targets=targets, positions=places, ablate=ablate)
-        result = replace(result, model=model)
+        result = replace(result, model=_label(model, patches))
         result.row(position)
         if layer is not None:
             result.layer(layer)
@@ -183,4 +231,4 @@ def knowledge_trace(
             spinner.stage(f"writing {output}")
             write(result, path, position=position)
     table = result.table(position, layer, min(count, result.top))
-    show(result, json_output, f"{result.summary(position)}\n\n{table}", title=model, written=output)
+    show(result, json_output, f"{result.summary(position)}\n\n{table}", title=result.model, written=output)

@@ -207,7 +207,7 @@ def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
         inputs = Subject.of(loaded).sample(arguments.sample(), _TOKENS)
         spinner.stage("reading its masks")
         flow = declared_order(loaded, inputs)
-        texts = Subject.of(loaded).texts(inputs["input_ids"][0].tolist())
+        texts = [text for ids in inputs.values() for text in Subject.of(loaded).texts(ids[0].tolist())]
     return design_for(flow, texts).to_dict()
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.explain.entries import Chunk, Entries, Writer
-from attnflow.explain.explanation import Edge, Explanation, Source
+from attnflow.explain.explanation import Edge, Explanation, Source, SourceKind
 from attnflow.models.passes.held import Derivatives, HeldAttention, HeldPass, Written
+from attnflow.models.passes.watching import Call
 
 _EDGES: Final = 600  # that are kept, the strongest by what they carry, and a third as many by their effect
 _ENTRIES: Final = 400  # the same, by effect and by what they carry
@@ -191,8 +192,8 @@ class Amounts:
                         yield source, float(_by_token(arrival.hidden.detach() * grad)[at])
         for writer, written, chunk, grad in self._chunks(entries):
             for source in sources:
-                here = written.layer, self.held.halves[written.prefix]
-                if source.kind == "entry" and here == (source.layer, source.half):
+                here = written.layer, self.held.halves[written.prefix], writer.letter
+                if source.kind == "entry" and here == (source.layer, source.half, source.letter):
                     columns = (chunk.entries + writer.offset == source.entry).nonzero().flatten()
                     rows = (chunk.positions == source.position).nonzero().flatten()
                     if len(columns) and len(rows):
@@ -209,21 +210,22 @@ class Amounts:
         constants = [sum(derived.constants.values()) for derived in (self.carry, self.effect)]
         singles, rest, sums, written = self._single(entries)
         for part, grad, real in zip(held.written, self.carry.written, self.effect.written, strict=True):
-            half = held.halves[part.prefix]
-            if part.whole:
-                rows = _rows(part.value, grad, real)
-                found += [Source("sublayer", part.layer, n, half, None, c, e) for n, c, e in rows if c or e]
-            else:
-                self._check_entries(entries.writers[part.path], part, grad, sums[id(part)][0])
+            half, named = held.halves[part.prefix], {"sublayer": part.value} if part.whole else entries.beside(part)
+            for kind, value in named.items():
+                rows = _rows(value, grad, real)
+                found += [Source(cast(SourceKind, kind), part.layer, n, half, None, c, e) for n, c, e in rows if c or e]
+            if not part.whole:
+                left = part.value - sum(named.values())
+                self._check_entries(entries.writers[part.path], part.call, left, grad, sums[id(part)][0])
                 for place, derivative in enumerate((grad, real)):
-                    constants[place] += float((part.value * derivative).sum()) - sums[id(part)][place]
+                    constants[place] += float((left * derivative).sum()) - sums[id(part)][place]
         others = [Source("other entries", at, None, half, None, c, e) for (half, at), (c, e) in rest.items()]
         constant = Source("constant", None, None, "", None, constants[0], constants[1])
         return [*found, *singles, *others, constant], written
 
-    def _check_entries(self, writer: Writer, written: Written, grad: Tensor, carried: float) -> None:
-        """Raise unless the entries of one call, and its bias, are what it wrote."""
-        constant, wrote = writer.constant(written.call), float((written.value * grad).sum())
+    def _check_entries(self, writer: Writer, call: Call, left: Tensor, grad: Tensor, carried: float) -> None:
+        """Raise unless the entries of one call, and its bias, are what it wrote beside the rest."""
+        constant, wrote = writer.constant(call), float((left * grad).sum())
         beside = 0.0 if constant is None else float((grad.flatten(0, -2) * constant.detach()).sum())
         off = abs(wrote - beside - carried)
         if not off <= self._allowed:
@@ -253,12 +255,17 @@ class Amounts:
                 rest[half, written.layer][place] += total
             if carried.numel():
                 places = torch.cat([telling.places(effects.abs()), most.places(sizes)]).unique()
+                places = places[chunk.weights.flatten()[places] != 0]
                 row, column = torch.unravel_index(places, carried.shape)
                 numbers = (carried.flatten()[places], effects.flatten()[places], chunk.weights.flatten()[places])
                 tables.append(Candidates(writer, written, chunk, row, column, *numbers))
         chosen = _strongest(tables)
         texts = [entries.texts(table.writer, [table.entry(at)])[0] for table, at in chosen]
-        named = [place for place in range(min(_NAMED, len(chosen))) if not texts[place]]
+        named = [
+            place
+            for place in range(min(_NAMED, len(chosen)))
+            if not texts[place] or chosen[place][0].writer.letter == "T"
+        ]
         vectors = [table.value(at) for table, at in map(chosen.__getitem__, named)]
         promoted = dict(zip(named, self.promoted(vectors), strict=False))
         singles: list[Source] = []
@@ -269,7 +276,8 @@ class Amounts:
             rest[half, layer][1] -= effect
             position, entry = int(table.chunk.positions[table.rows[at]]), table.entry(at) + table.writer.offset
             about = float(table.weights[at]), texts[place], promoted.get(place, ())
-            singles.append(Source("entry", layer, position, half, entry, carried, effect, *about))
+            letter = table.writer.letter
+            singles.append(Source("entry", layer, position, half, entry, carried, effect, *about, letter=letter))
         return singles, rest, sums, size
 
     def promoted(self, vectors: Sequence[Tensor]) -> list[tuple[str, ...]]:

@@ -294,13 +294,13 @@ class AnswerReading(Handle):
             key=lambda source: -abs(source.effect),
         )[:nodes]
         chosen = sorted(strongest, key=lambda source: -1 if source.layer is None else source.layer)
-        place = {(s.kind, s.half, s.layer, s.position, s.entry): number for number, s in enumerate(chosen)}
+        place = {(s.kind, s.half, s.name, s.position): number for number, s in enumerate(chosen)}
         links: list[Link] = []
         for target, source in enumerate(chosen):
             if source.kind != "entry":
                 continue
             for giver, carried in self._fired(self._pass(), source).of(self._entries, chosen):
-                number = place[giver.kind, giver.half, giver.layer, giver.position, giver.entry]
+                number = place[giver.kind, giver.half, giver.name, giver.position]
                 if carried and number != target:
                     links.append(Link(number, target, carried))
         return SourceGraph(tuple(chosen), tuple(links))

@@ -7,32 +7,28 @@ sum_e a_e v_e. A `Writer` gives, for one call, the weights a and the values v in
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.explain.explanation import Source
-from attnflow.knowledge.layered import EntryScores, ExpertEntries, LayerReader, SharedReader, observed
+from attnflow.explain.tables import Look, TableRows
+from attnflow.knowledge.layered import EntryScores, ExpertEntries, LayerReader, SharedReader, covered, observed
 from attnflow.knowledge.reader import LayerReading, distinct
 from attnflow.knowledge.store.source import EntrySource
-from attnflow.models.anatomy.feed_forward import (
-    FeedForward,
-    PackedExperts,
-    applied,
-    by_expert,
-    neuron_weights,
-)
+from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts, applied, by_expert, neuron_weights
 from attnflow.models.passes.held import HeldPass, Written
 from attnflow.models.passes.watching import Call
 from attnflow.models.subject import Subject
 
-Readings = dict[LayerReader, list[LayerReading]]  # of one pass, in the order of a reader's calls
+Readings = dict[LayerReader | TableRows, list[Any]]  # `LayerReading` or `Look`: of one pass, in the order of calls
 
 
 class Chunk(NamedTuple):
@@ -48,8 +44,11 @@ class Chunk(NamedTuple):
 class Writer:
     """One module that writes entries; `offset` is the number of the first of them within the layer."""
 
-    def __init__(self, path: str, module: nn.Module, site: FeedForward | PackedExperts | LayerReader) -> None:
+    def __init__(
+        self, path: str, module: nn.Module, site: FeedForward | PackedExperts | LayerReader | TableRows
+    ) -> None:
         self.path, self.module, self.site, self.offset = path, module, site, 0
+        self.letter = site.letter if isinstance(site, LayerReader | TableRows) else "N"
 
     @property
     def num_entries(self) -> int:
@@ -57,6 +56,8 @@ class Writer:
             return len(self.values)
         if isinstance(self.site, PackedExperts):
             return self.site.num_experts * self.site.neurons
+        if isinstance(self.site, TableRows):
+            return self.site.num_entries
         return self.site.num_entries * len(self.site.values(self.site.every()[:1]))  # of each head
 
     @cached_property
@@ -88,6 +89,8 @@ class Writer:
                 yield Chunk(rows, rows, entries, weights, self.values)
             elif isinstance(self.site, PackedExperts):
                 yield from self._experts(self.site, call)
+            elif isinstance(self.site, TableRows):
+                yield from self._looked_up(readings[self.site][call.number])
             else:
                 yield from self._read(self.site, readings[self.site][call.number])
 
@@ -106,6 +109,20 @@ class Writer:
         for expert, rows, places in by_expert(index, form.num_experts):
             weights = neuron_weights(self.module, form, expert, tokens[rows]) * shares[rows, places, None]
             yield Chunk(rows, rows, expert * form.neurons + numbers, weights, values[expert])
+
+    def _looked_up(self, look: Look) -> Iterator[Chunk]:
+        """Chunks in which each row of the table stands once, as its gate differs from token to token."""
+        if look is None:
+            return
+        ids, values = look[0].flatten(), (look[1] @ self.values).flatten(0, -2)
+        turns: dict[int, list[int]] = {}
+        times = Counter[int]()
+        for row, token in enumerate(ids.tolist()):
+            turns.setdefault(times[token], []).append(row)
+            times[token] += 1
+        for listed in turns.values():
+            rows = torch.tensor(listed, device=ids.device)
+            yield Chunk(rows, rows, ids[rows], torch.eye(len(rows)).to(values), values[rows])
 
     def _read(self, reader: LayerReader, reading: LayerReading) -> Iterator[Chunk]:
         weights = reading.weights.detach().flatten(0, -3)  # [rows, heads, read]
@@ -141,41 +158,49 @@ class Entries:
     @staticmethod
     def of(subject: Subject) -> Entries:
         model, writers, scores = subject.model, dict[str, Writer](), dict[str, tuple[str, ...]]()
+        hidden = covered(model)
         for path, module in model.named_modules():
-            if isinstance(module, LayerReader):
+            if isinstance(module, LayerReader) and not f"{path}.".startswith(hidden):
                 writers[path] = Writer(path, cast(nn.Module, module), module)
                 mine = [p for p, m in model.named_modules() if isinstance(m, EntryScores) and m.values is module]
-                scores[path] = tuple(mine)
+                mine += [f"{path.rpartition('.')[0]}.{place}" for place in module.covers]
+                scores[path] = tuple(mine or ([path] if module.letter == "F" else []))
         with suppress(UnsupportedArchitecture):  # no known layers: they are sources as a whole
             for site in subject.feed_forward:
                 path = f"{site.name}.{site.last}".strip(".") if isinstance(site, FeedForward) else site.name
+                if f"{path}.".startswith(hidden):
+                    continue
+                table = None
                 if isinstance(site, FeedForward):
                     scores[path] = tuple(f"{site.name}.{first}".strip(".") for first in site.first)
-                writers.setdefault(path, Writer(path, model.get_submodule(path), site))
+                    table = TableRows.of(subject, site)
+                writers.setdefault(path, Writer(path, model.get_submodule(path), table or site))
         return Entries(writers, scores)
 
     def modules(self) -> dict[str, nn.Module]:
         return {path: writer.module for path, writer in self.writers.items()}
 
-    def observed(self, readings: Readings) -> AbstractContextManager[None]:
+    @contextmanager
+    def observed(self, readings: Readings) -> Generator[None]:
         """Note in `readings` what layers of entries read inside; their own observers see nothing of it."""
         sites = [writer.site for writer in self.writers.values()]
-        readers: list[LayerReader] = [site for site in sites if isinstance(site, LayerReader)]
-        if not readers:
-            return nullcontext()
-
-        readings |= {reader: [] for reader in readers}
-        return observed([(reader, readings[reader].append) for reader in readers])
+        readings |= {site: [] for site in sites if isinstance(site, LayerReader | TableRows)}
+        readers = [(site, readings[site].append) for site in sites if isinstance(site, LayerReader)]
+        with observed(readers), ExitStack() as stack:
+            for site in sites:
+                for watch in site.watch(readings[site]) if isinstance(site, TableRows) else ():
+                    stack.enter_context(watch)
+            yield
 
     def scorers(self, model: nn.Module) -> dict[str, nn.Module]:
-        return {path: model.get_submodule(path) for paths in self.scores.values() for path in paths[:1]}
+        return {path: model.get_submodule(path) for paths in self.scores.values() for path in paths}
 
     def number(self, held: HeldPass) -> None:
         """Number the entries within each layer, writer after writer in the order of the model's modules."""
-        taken: dict[tuple[str, int], int] = {}
+        taken: dict[tuple[str, int, str], int] = {}
         for path, writer in self.writers.items():
             if prefix := held.prefix(path):
-                layer = prefix, held.number(path)
+                layer = prefix, held.number(path), writer.letter
                 writer.offset = taken.get(layer, 0)
                 taken[layer] = writer.offset + writer.num_entries
 
@@ -183,7 +208,9 @@ class Entries:
         """The call of the writer of an entry; `ValueError` if there is none."""
         for written in held.written:
             writer, here = self.writers.get(written.path), (held.halves[written.prefix], written.layer)
-            if writer and here == (source.half, source.layer) and None not in (source.entry, source.position):
+            if writer and (*here, writer.letter) == (source.half, source.layer, source.letter):
+                if None in (source.entry, source.position):
+                    break
                 stream = next(a.hidden for a in held.arrivals if a.prefix == written.prefix)
                 number, at = cast(int, source.entry) - writer.offset, cast(int, source.position)
                 if 0 <= number < writer.num_entries and 0 <= at < stream.shape[-2]:
@@ -204,19 +231,32 @@ class Entries:
             bias = 0.0 if thresholds is None else float(thresholds[expert, 0, neuron].detach())
             return tokens[at] @ form.keys(writer.module)[expert, 0, neuron].detach(), bias
         paths = self.scores.get(writer.path)
-        if not paths or (paths[0], written.layer) not in held.scored:
+        if not paths or isinstance(writer.site, TableRows) or (paths[0], written.layer) not in held.scored:
             raise ValueError(f"{source.name} has no score that is one product: choose an entry of a feed-forward layer")
         call = held.scored[paths[0], written.layer]
-        weight = call.module.weight if isinstance(call.module, EntryScores) else applied(call.module)
-        bias = getattr(call.module, "bias", None)
-        if isinstance(call.module, EntryScores):
-            layout = call.module.values.layout
-            bias = call.module.values.entries[:, layout.threshold(call.module.parts[0])]
         hidden = cast(Tensor, call.first).flatten(0, -2)[at]
-        return hidden @ weight[entry].detach(), 0.0 if bias is None else float(bias[entry].detach())
+        if isinstance(writer.site, LayerReader):
+            place = torch.tensor([entry], device=hidden.device)
+            key, bias = writer.site.keys(place)[0, 0, 0], writer.site.thresholds(place)[0, 0, 0]
+            return hidden @ key.detach().to(hidden), float(bias.detach())
+        bias = cast("Tensor | None", getattr(call.module, "bias", None))
+        return hidden @ applied(call.module)[entry], 0.0 if bias is None else float(bias[entry].detach())
+
+    def beside(self, written: Written) -> Mapping[str, Tensor]:
+        """What a call wrote beside its entries and biases, by the kind of source."""
+        writer = self.writers[written.path]
+        if isinstance(writer.site, LayerReader):
+            return cast(LayerReading, self.readings[writer.site][written.call.number]).beside
+        if not isinstance(writer.site, TableRows):
+            return {}
+        look = cast(Look, self.readings[writer.site][written.call.number])
+        looked = 0 if look is None else (look[1] @ writer.values).detach()
+        return {"projection": written.value - looked}
 
     def texts(self, writer: Writer, entries: list[int]) -> list[str]:
-        """The texts of a store's entries; "" for others."""
+        """The texts of a store's entries, and the tokens of a table's; "" for others."""
+        if isinstance(writer.site, TableRows):
+            return writer.site.subject.texts(entries)
         source = writer.site.current() if isinstance(writer.site, SharedReader) else None
         if not isinstance(source, EntrySource):
             return [""] * len(entries)

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnflow._core.markup import percent, plural, shorten, token_label
 from attnflow._core.results import Result
 
-SourceKind = Literal["token", "entry", "other entries", "sublayer", "constant"]
+SourceKind = Literal["token", "entry", "other entries", "error", "skip", "projection", "sublayer", "constant"]
 _SHOWN = 5  # edges and entries that are printed
 _COMPARED = 100  # the strongest, whose amounts are compared
 
@@ -70,6 +70,8 @@ class Source:
         text: the token, or the text of an entry of a store.
         promotes: tokens whose logits the entry raises most, as it fired here.
         removed: what the value lost when the model ran without it; None if that was not measured.
+        letter: of the name: "N" for a neuron, "F" for a feature of a transcoder or autoencoder, "T" for a row of a
+            table of per-layer embeddings, whose number is the token's id ("P" for a column, in a converted model).
     """
 
     kind: SourceKind
@@ -83,12 +85,13 @@ class Source:
     text: str = ""
     promotes: tuple[str, ...] = ()
     removed: float | None = None
+    letter: str = "N"
 
     @property
     def name(self) -> str:
         """An entry as the field writes it, such as "L24N1005"; else what the source is."""
         if self.entry is not None:
-            return f"{self.half} L{self.layer}N{self.entry}".strip()
+            return f"{self.half} L{self.layer}{self.letter}{self.entry}".strip()
         where = "" if self.layer is None else f"layer {self.layer} "
         return f"{self.half} {where}{self.kind}".strip()
 
@@ -163,12 +166,21 @@ class Explanation(Result):
 
     @property
     def layers(self) -> dict[int, float]:
-        """What the entries and whole sublayers of each layer of the answering stream carry."""
+        """What the entries, errors, skips and whole sublayers of each layer of the answering stream carry."""
         amounts: dict[int, float] = {}
         for source in self.sources:
             if source.layer is not None and not source.half and source.kind != "constant":
                 amounts[source.layer] = amounts.get(source.layer, 0.0) + source.carried
         return dict(sorted(amounts.items()))
+
+    @property
+    def beside(self) -> dict[str, float]:
+        """What all layers carry beside entries: "error" and "skip" of features, "projection" of tables."""
+        amounts: dict[str, float] = {}
+        for source in self.sources:
+            if source.kind in ("error", "skip", "projection"):
+                amounts[source.kind] = amounts.get(source.kind, 0.0) + source.carried
+        return amounts
 
     @property
     def agreement(self) -> dict[str, float]:
@@ -253,9 +265,11 @@ class Explanation(Result):
             yield f"  {edge.name:9} {shorten(path, 32):32} {_numbers(edge)}  weight {edge.weight:.2f}"
         for entry in self.entries[:_SHOWN]:
             place = "" if entry.position is None else f"at {token_label(self.token(entry.position, entry.half))}"
-            words = shorten(entry.text, 20) if entry.text else " ".join(map(token_label, entry.promotes))
+            words = " ".join(map(token_label, entry.promotes)) or shorten(entry.text, 20)
             yield f"  {entry.name:9} {shorten(f'{place} ({entry.position})', 32):32} {_numbers(entry)}  {words}"
         ranks = ", ".join(f"{kind} {value:.2f}" for kind, value in agreement.items() if kind in ("edges", "entries"))
+        for kind, amount in self.beside.items():
+            yield f"  {kind:9} {'of all layers together':32} {amount:+6.2f}"
         share = percent(self.covered(20))
         yield f"20 edges: {share} of what moves; rank correlation: {ranks or 'too few'}"
         yield f"{self._order()}; sources sum to the value within {self.error:.0e}"

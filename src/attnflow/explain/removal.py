@@ -66,7 +66,7 @@ def with_removals(explained: Explanation, items: Sequence[Edge | Source], remova
 
 def _place(item: Edge | Source) -> tuple[object, ...]:
     """The same item may have been explained twice, with other amounts."""
-    of = (item.head, item.query, item.key) if isinstance(item, Edge) else (item.entry, item.position)
+    of = (item.head, item.query, item.key) if isinstance(item, Edge) else (item.letter, item.entry, item.position)
     return type(item), item.half, item.layer, *of
 
 

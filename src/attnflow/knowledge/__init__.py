@@ -19,10 +19,12 @@ from attnflow.knowledge.store import Store
 if TYPE_CHECKING:
     from attnflow.knowledge.convert import from_ffn, to_ffn
     from attnflow.knowledge.editing.edit import edit
+    from attnflow.knowledge.editing.edited import load_edit
     from attnflow.knowledge.modular import ModularConfig, ModularForCausalLM
     from attnflow.knowledge.reading.attach import attach
     from attnflow.knowledge.reading.duplication import duplicates
     from attnflow.knowledge.reading.entry import entry
+    from attnflow.knowledge.reading.features import attach_features
     from attnflow.knowledge.reading.token_writers import writers
     from attnflow.knowledge.reading.trace import trace
     from attnflow.knowledge.reading.usage import activity
@@ -37,10 +39,12 @@ __all__ = [
     "Trace",
     "activity",
     "attach",
+    "attach_features",
     "duplicates",
     "edit",
     "entry",
     "from_ffn",
+    "load_edit",
     "to_ffn",
     "trace",
     "writers",
@@ -55,12 +59,11 @@ def _home(name: str) -> object:
     if find_spec("transformers") is None:
         raise MissingExtra("transformers", "hf", "a model that reads a knowledge base")
     from attnflow.knowledge import convert, modular
-    from attnflow.knowledge.editing import edit
-    from attnflow.knowledge.reading import attach, entry, token_writers, trace, usage
+    from attnflow.knowledge.editing import edit, edited
+    from attnflow.knowledge.reading import attach, entry, features, token_writers, trace, usage
 
-    return next(
-        home for home in (attach, convert, edit, entry, modular, token_writers, trace, usage) if hasattr(home, name)
-    )
+    homes = (attach, convert, edit, edited, entry, features, modular, token_writers, trace, usage)
+    return next(home for home in homes if hasattr(home, name))
 
 
 __getattr__, __dir__ = on_demand(__name__, __all__, _home)

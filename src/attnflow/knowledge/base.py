@@ -86,12 +86,26 @@ class EntryLayout:
     def threshold(self, part: str) -> int:
         return self.entry_dim - len(self.parts) + self.parts.index(part)
 
+    def split(self, rows: Tensor) -> EntryColumns:
+        """The columns of rows as views, by one operator, whose gradient is made once."""
+        count = len(self.parts)
+        *keys, values, _, thresholds = rows.split([self.model_dim] * (count + 1) + [self.padding, count], dim=1)
+        numbers = dict(zip(self.parts, thresholds.unbind(1), strict=True))
+        return EntryColumns(dict(zip(self.parts, keys, strict=True)), values, numbers)
+
     @property
     def unread(self) -> slice:
         return slice(self.value.stop, self.entry_dim - len(self.parts))
 
     def _block(self, index: int) -> slice:
         return slice(index * self.model_dim, (index + 1) * self.model_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class EntryColumns:
+    keys: dict[str, Tensor]  # by part, [rows, model_dim]
+    values: Tensor  # [rows, model_dim]
+    thresholds: dict[str, Tensor]  # by part, [rows]
 
 
 class LayeredKnowledge(KnowledgeBase):
@@ -122,6 +136,7 @@ class LayeredKnowledge(KnowledgeBase):
         self.layouts = (layouts,) * len(counts) if isinstance(layouts, EntryLayout) else tuple(layouts)
         self._next_id = 0
         self._num_experts = [0 if isinstance(count, int) else len(count) for count in counts]
+        self._views: tuple[object, dict[object, Any]] = None, {}  # of the entries in a certain state
         for name in ("ids", "counts", "experts"):
             self.register_buffer(name, None)
         layers = [[count] if isinstance(count, int) else list(count) for count in counts]
@@ -153,6 +168,54 @@ class LayeredKnowledge(KnowledgeBase):
     def rows(self, layer: int, expert: int | None = None) -> slice:
         """Rows of a layer, or of one of its experts."""
         return self._rows[layer] if expert is None else self._expert_rows[layer][expert]
+
+    def block(self, layer: int, expert: int | None = None) -> Float[Tensor, "rows entry_dim"]:
+        """The entries of a layer, or of one of its experts, as a view.
+
+        The gradient of a slice is as large as what was sliced; those of a split are joined once. So all layers read one
+        split of the matrix, forward pass after forward pass, until the matrix changes.
+        """
+        if (shared := self._shared()) is None:
+            return self.entries[self.rows(layer, expert)]
+        if expert is None:
+            return shared[None][layer]
+        if (blocks := shared.get(layer)) is None:
+            blocks = shared[None][layer].split([rows.stop - rows.start for rows in self._expert_rows[layer]])
+            if blocks[0]._base is self.entries:
+                shared[layer] = blocks
+        return blocks[expert]
+
+    def columns(self, layer: int, expert: int | None = None) -> EntryColumns:
+        """The parts of `block`, shared as it is."""
+        shared, key = self._shared(), (layer, expert)
+        if shared is not None and key in shared:
+            return shared[key]
+        columns = self.layouts[layer].split(self.block(layer, expert))
+        if shared is not None and columns.values._base is self.entries:  # else a transformation made it, for itself
+            shared[key] = columns
+        return columns
+
+    def _shared(self) -> dict[object, Any] | None:
+        """Views of the entries as they are now; None for what is no plain parameter, or where a graph is traced."""
+        entries = cast(object, self.entries)
+        if type(entries) is not nn.Parameter or torch.compiler.is_compiling() or entries.is_inference():
+            return None
+        state = id(entries), entries.data_ptr(), entries._version, entries.requires_grad, torch.is_grad_enabled()
+        views = self._views  # once, as another thread may replace it
+        if views[0] != state:
+            split = entries.split([rows.stop - rows.start for rows in self._rows])
+            if split[0]._base is not entries:
+                return None
+            shared: dict[object, Any] = {None: split}
+            self._views = views = state, shared
+        return views[1]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LayeredKnowledge:
+        self._views = None, {}  # or they would keep the matrix in the memory that it leaves
+        return cast(LayeredKnowledge, super()._apply(fn, recurse))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_views": (None, {})}  # views that have a gradient are not copied
 
     def layer_of(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> list[int]:
         """Return the layer of each id; an unknown id raises `KeyError`."""
@@ -238,6 +301,7 @@ class LayeredKnowledge(KnowledgeBase):
         if not isinstance(entries, nn.Parameter):
             entries = nn.Parameter(entries, requires_grad=self.entries.requires_grad)
         self.entries, self.ids, self.counts, self.experts = entries, ids, counts, experts
+        self._views = None, {}
         self._rows = _consecutive(counts)
         self._expert_rows = [
             _consecutive(experts[rows].bincount(minlength=number), rows.start) if number and experts is not None else []

@@ -6,12 +6,11 @@ import copy
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import Final, NoReturn, TypeVar, cast
+from types import SimpleNamespace
+from typing import Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from attnflow._core.checks import integer
@@ -19,22 +18,17 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.conversion_check import conditions, verify
-from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries
+from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries, LayerReader
+from attnflow.knowledge.saving import FORMS, KNOWLEDGE, neurons_now, prepare, resize, undo
 from attnflow.knowledge.store import Store
-from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts, applied, uncovered
+from attnflow.models.anatomy.feed_forward import ADAPTED, PER_LAYER, FeedForward, PackedExperts, stored, uncovered
 from attnflow.models.subject import Loaded, Subject
 
-KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
-_SITES: Final = "_attnflow_feed_forward"
-_SAVE: Final = "save_pretrained"
 _OTHER_LAYER: Final = -1e9  # finite, since GELU and SiLU of an infinite score are NaN
 _BATCH: Final = 4096  # entries that are written to a store at once
-
-# Where configurations say how many neurons a layer has.
-_SIZES: Final = (
-    *("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"),
-    *("moe_intermediate_size", "shared_expert_intermediate_size"),
-)
+_LORA: Final = ".lora_"
+_MERGE: Final = "Merge the adapter first (model.merge_and_unload() of PEFT), and convert the model that results"
+_NO_BIAS: Final = "has no bias, but its entries now have thresholds: set them to 0, or keep model.state_dict()"
 
 Inputs = Mapping[str, Tensor]
 Model = TypeVar("Model", bound=nn.Module)
@@ -73,8 +67,10 @@ def from_ffn(
             once the values of all entries are negated. Pass named inputs to use those instead; False skips the check.
 
     Returns:
-        The converted copy; its `model.knowledge`, a `LayeredKnowledge`, can be searched and edited. Save it as
-        `to_ffn(model).save_pretrained(folder)`; its own `save_pretrained` raises `ValueError`.
+        The converted copy; its `model.knowledge`, a `LayeredKnowledge`, can be searched and edited. `save_pretrained`
+        and `Trainer` write it as the plain model that `to_ffn` returns, which transformers loads without attnflow.
+        `load_state_dict` reads both forms, so that a training resumes. LoRA does not know entries: adapt the plain
+        model, merge the adapter, and convert the result.
 
     Raises:
         TypeError: the argument is not a model.
@@ -96,10 +92,14 @@ def from_ffn(
     for name, width in (("entry_dim", entry_dim), ("key_dim", key_dim)):
         if width is not None:
             integer(name, width, 1)
-    if hasattr(model, _SITES):
+    if hasattr(model, FORMS):
         raise ValueError(f"{type(model).__name__} reads a knowledge base already: to_ffn(model) undoes that")
+    if any(part.covers for part in model.modules() if isinstance(part, LayerReader)):
+        raise ValueError(f"features are attached to {type(model).__name__}: convert first, and attach them to the copy")
     subject.require_weights("from_ffn")
-    sites = subject.feed_forward
+    sites = [site for site in subject.feed_forward if not _adapted(model, site)]
+    if not sites:
+        raise UnsupportedArchitecture(f"every feed-forward layer of {subject.kind} lies in an adapter. {_MERGE}")
     if not partial:
         _complete(model, sites)
     forms = [form_of(model, site) for site in sites]
@@ -114,9 +114,8 @@ def from_ffn(
     for layer, form in enumerate(forms):
         form.open(opened, base, layer)
     opened.add_module(KNOWLEDGE, base)
-    setattr(opened, _SITES, forms)
-    if hasattr(opened, _SAVE):
-        setattr(opened, _SAVE, _refuse_saving)
+    setattr(opened, FORMS, forms)
+    prepare(opened)
     opened.train(model.training)
     if check is not False:
         verify(subject, opened, base, [form.site.name for form in forms], None if check is True else check)
@@ -136,22 +135,18 @@ def to_ffn(model: Model | Loaded) -> Model:
     """
     subject = Subject.of(model)
     model = cast(Model, subject.model)
-    forms = cast("list[LayerForm] | None", getattr(model, _SITES, None))
+    forms = cast("list[LayerForm] | None", getattr(model, FORMS, None))
     if forms is None:
         raise ValueError(f"{type(model).__name__} reads no knowledge base: convert it with from_ffn(model) first")
-    widths = _neurons(cast(LayeredKnowledge, model.get_submodule(KNOWLEDGE)), forms)
+    widths = neurons_now(cast(LayeredKnowledge, model.get_submodule(KNOWLEDGE)), forms)
     plain = copy.deepcopy(model)
     base = cast(LayeredKnowledge, plain.get_submodule(KNOWLEDGE))
     for layer, form in enumerate(forms):
         form.close(plain, base, layer)
     delattr(plain, KNOWLEDGE)
-    delattr(plain, _SITES)
-    vars(plain).pop(_SAVE, None)
-    config = getattr(plain, "config", None)
-    parts = [part for part in (config, *getattr(config, "__dict__", {}).values()) if isinstance(part, PreTrainedConfig)]
-    for part, name in product(parts, _SIZES if any(old != new for old, new in widths.items()) else ()):
-        if (size := getattr(part, name, None)) in widths:
-            setattr(part, name, widths[size])
+    delattr(plain, FORMS)
+    undo(plain)
+    resize(getattr(plain, "config", None), widths)
     plain.train(model.training)
     return plain
 
@@ -175,11 +170,9 @@ def save_entries(model: nn.Module, store: Store, *, name: str, progress: Progres
             progress(len(store), base.num_entries, "entries")
 
 
-def _refuse_saving(*_: object, **__: object) -> NoReturn:
-    raise ValueError(
-        "a model converted by from_ffn has no feed-forward weights that from_pretrained could find: save "
-        "to_ffn(model).save_pretrained(folder), a plain model with the present entries, or keep model.state_dict()"
-    )
+def _adapted(model: nn.Module, site: FeedForward | PackedExperts) -> bool:
+    maps = (*site.first, site.last) if isinstance(site, FeedForward) else ()
+    return any(hasattr(model.get_submodule(f"{site.name}.{path}".strip(".")), ADAPTED) for path in maps)
 
 
 def _complete(model: nn.Module, sites: list[FeedForward | PackedExperts]) -> None:
@@ -187,27 +180,13 @@ def _complete(model: nn.Module, sites: list[FeedForward | PackedExperts]) -> Non
         owners = Counter(name.rpartition(".")[0] for name in rest)
         where = [f"{path} ({count} matri{'x' if count == 1 else 'ces'})" for path, count in owners.items()]
         more = f" and {len(where) - 3} more modules" if len(where) > 3 else ""
+        advice = "Pass partial=True to convert those parts and leave the rest to the model's own code"
+        advice = _MERGE if any(_LORA in name for name in rest) else advice
         raise UnsupportedArchitecture(
             f"the base must hold all feed-forward weights of {type(model).__name__}, but {', '.join(where[:3])}{more} "
-            f"cannot be converted ({len(rest)} matrices beside {len(sites)} parts that can). Nothing was changed; "
-            "partial=True converts those parts and leaves the rest to the model's own code"
+            f"cannot be converted ({len(rest)} matrices beside {len(sites)} parts that can). Nothing was changed. "
+            f"{advice}"
         )
-
-
-def _neurons(base: LayeredKnowledge, forms: list[LayerForm]) -> dict[int, int]:
-    now: dict[int, set[int]] = {}
-    experts = any(form.num_experts for form in forms)
-    for layer, form in enumerate(forms):
-        rows = [base.rows(layer, expert) for expert in range(form.num_experts)] or [base.rows(layer)]
-        now.setdefault(form.neurons, set()).update(row.stop - row.start for row in rows)
-    for sizes in now.values():
-        if len(sizes) > 1:
-            kind = "experts or layers" if experts else "layers"
-            raise ValueError(
-                f"a plain model needs the same number of entries in all {kind}, but they now have {min(sizes)} to "
-                f"{max(sizes)}: insert entries of zeros, which change nothing, or delete some"
-            )
-    return {before: sizes.pop() for before, sizes in now.items()}
 
 
 def _check_widths(model: nn.Module, form: LayerForm, entry_dim: int | None, key_dim: int | None) -> None:
@@ -236,39 +215,59 @@ class LinearLayer:
 
     def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
         parent = model.get_submodule(self.site.name)
-        out = applied(parent.get_submodule(self.site.last))
-        entries = out.new_zeros(out.shape[1], layout.entry_dim)
+        owners = {name: parent.get_submodule(name.rpartition(".")[0]) for name in self.names()}
+        named = {name: cast(Tensor, getattr(owner, name.rpartition(".")[2])) for name, owner in owners.items()}
+        rows = named[f"{self.site.last}.weight"].new_zeros(self.neurons, layout.entry_dim)
+        self.fill(rows, layout, named)
+        return rows
+
+    def names(self) -> list[str]:
+        maps = list(zip(self._maps(), self.biased, strict=True))
+        biases = [f"{path}.bias" for (path, _), biased in maps if biased]
+        return [*(f"{path}.weight" for (path, _), _ in maps), *biases, f"{self.site.last}.weight"]
+
+    def fill(self, rows: Tensor, layout: EntryLayout, named: Mapping[str, Tensor]) -> None:
         for path, parts in self._maps():
-            module = parent.get_submodule(path)
-            bias = _bias(module)
-            for position, part in enumerate(parts):
-                rows = slice(position * len(entries), (position + 1) * len(entries))
-                entries[:, layout.key(part)] = applied(module)[rows]
+            weight, bias = named.get(f"{path}.weight"), named.get(f"{path}.bias")
+            for index, part in enumerate(parts):
+                own = slice(index * len(rows), (index + 1) * len(rows))
+                if weight is not None:
+                    rows[:, layout.key(part)] = (weight.T if self.transposed else weight)[own]
                 if bias is not None:
-                    entries[:, layout.threshold(part)] = bias[rows]
-        entries[:, layout.value] = out.T
-        return entries
+                    rows[:, layout.threshold(part)] = bias[own]
+        if (out := named.get(f"{self.site.last}.weight")) is not None:
+            rows[:, layout.value] = out if self.transposed else out.T
+
+    def plain(self, rows: Tensor, layout: EntryLayout) -> dict[str, Tensor]:
+        values = rows[:, layout.value]
+        named = {f"{self.site.last}.weight": values if self.transposed else values.T}
+        for (path, parts), biased in zip(self._maps(), self.biased, strict=True):
+            weight = torch.cat([rows[:, layout.key(part)] for part in parts])
+            bias = torch.cat([rows[:, layout.threshold(part)] for part in parts])
+            if biased:
+                named[f"{path}.bias"] = bias
+            elif bool(bias.any()):
+                raise ValueError(f"{self.site.name}.{path} {_NO_BIAS}")
+            named[f"{path}.weight"] = weight.T if self.transposed else weight
+        return {name: tensor.contiguous() for name, tensor in named.items()}
 
     def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
         parent = model.get_submodule(self.site.name)
         bias = _bias(parent.get_submodule(self.site.last))
         values = EntryValues(base, layer, None if bias is None else bias.detach())
-        for path, parts in self._maps():
-            parent.set_submodule(path, EntryScores(values, parts))
+        values.letter = "P" if self.site.first == PER_LAYER else values.letter
+        for (path, parts), biased in zip(self._maps(), self.biased, strict=True):
+            parent.set_submodule(path, EntryScores(values, parts, biased=biased))
         parent.set_submodule(self.site.last, values)
 
     def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        parent, layout = model.get_submodule(self.site.name), base.layouts[layer]
-        entries = base.entries.detach()[base.rows(layer)]
-        for (path, parts), has_bias in zip(self._maps(), self.biased, strict=True):
-            weight = torch.cat([entries[:, layout.key(part)] for part in parts])
-            bias = torch.cat([entries[:, layout.threshold(part)] for part in parts])
-            if not has_bias and bool(bias.any()):
-                raise ValueError(f"{self.site.name}.{path} has no bias, but its entries now have thresholds")
-            parent.set_submodule(path, _linear(weight, bias if has_bias else None, self.transposed))
+        parent = model.get_submodule(self.site.name)
+        named = self.plain(base.entries.detach()[base.rows(layer)], base.layouts[layer])
         bias = _bias(parent.get_submodule(self.site.last))
-        out = _linear(entries[:, layout.value].T, None if bias is None else bias.detach(), self.transposed)
-        parent.set_submodule(self.site.last, out)
+        named |= {} if bias is None else {f"{self.site.last}.bias": bias.detach()}
+        for path in (*self.site.first, self.site.last):
+            linear = _linear(named[f"{path}.weight"], named.get(f"{path}.bias"), self.transposed)
+            parent.set_submodule(path, linear)
 
     def _maps(self) -> list[tuple[str, tuple[str, ...]]]:
         """Return (path, parts) of each map into the neurons; fused maps hold the gate first."""
@@ -287,41 +286,51 @@ class ExpertLayer:
     num_experts: int
 
     def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
-        site, module = self.site, model.get_submodule(self.site.name)
-        keys, thresholds, values = site.keys(module), site.thresholds(module), site.values(module)
-        entries = values.new_zeros(site.num_experts, site.neurons, layout.entry_dim)
+        own = model.get_submodule(self.site.name)
+        named = {name: cast(Tensor, getattr(own, name)) for name in self.names()}
+        rows = named[self.site.last].new_zeros(self.num_experts * self.neurons, layout.entry_dim)
+        self.fill(rows, layout, named)
+        return rows
+
+    def names(self) -> list[str]:
+        return [self.site.first, self.site.last, *([f"{self.site.first}_bias"] if self.biased else [])]
+
+    def fill(self, rows: Tensor, layout: EntryLayout, named: Mapping[str, Tensor]) -> None:
+        entries = rows.unflatten(0, (self.num_experts, -1))
+        site, given = replace(self.site, neurons=entries.shape[1]), SimpleNamespace(**named)
+        thresholds = site.thresholds(given)
         for index, part in enumerate(layout.parts):
-            entries[..., layout.key(part)] = keys[:, index]
+            if site.first in named:
+                entries[..., layout.key(part)] = site.keys(given)[:, index]
             if thresholds is not None:
                 entries[..., layout.threshold(part)] = thresholds[:, index]
-        entries[..., layout.value] = values
-        return entries.flatten(0, 1)
+        if site.last in named:
+            entries[..., layout.value] = site.values(given)
+
+    def plain(self, rows: Tensor, layout: EntryLayout) -> dict[str, Tensor]:
+        entries = rows.unflatten(0, (self.num_experts, -1))
+        keys = torch.stack([entries[..., layout.key(part)] for part in layout.parts], dim=1)
+        thresholds = torch.stack([entries[..., layout.threshold(part)] for part in layout.parts], dim=1)
+        if not self.biased and bool(thresholds.any()):
+            raise ValueError(f"{self.site.name}.{self.site.first} {_NO_BIAS}")
+        stored_as = self.site.stored(keys, entries[..., layout.value], thresholds)
+        return {name: tensor.contiguous() for name, tensor in zip(self.names(), stored_as, strict=False)}
 
     def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
         # the reader keeps the module for its functions and for the biases of the outputs
         own = model.get_submodule(self.site.name)
-        for name in self._names():
+        for name in self.names():
             setattr(own, name, None)
-        model.set_submodule(self.site.name, ExpertEntries(base, layer, self.site, own))
+        model.set_submodule(self.site.name, ExpertEntries(base, layer, self.site, own, biased=self.biased))
 
     def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        own, layout = cast(ExpertEntries, model.get_submodule(self.site.name)).own, base.layouts[layer]
-        blocks = [base.entries.detach()[base.rows(layer, expert)] for expert in range(self.site.num_experts)]
-        entries = torch.stack(blocks)
-        keys = torch.stack([entries[..., layout.key(part)] for part in layout.parts], dim=1)
-        thresholds = torch.stack([entries[..., layout.threshold(part)] for part in layout.parts], dim=1)
-        if not self.biased and bool(thresholds.any()):
-            raise ValueError(f"{self.site.name}.{self.site.first} has no bias, but its entries now have thresholds")
-        stored_as = self.site.stored(keys, entries[..., layout.value], thresholds)
-        for name, value in zip(self._names(), stored_as, strict=False):
-            setattr(own, name, nn.Parameter(value.contiguous()))
+        own = cast(ExpertEntries, model.get_submodule(self.site.name)).own
+        for name, value in self.plain(base.entries.detach()[base.rows(layer)], base.layouts[layer]).items():
+            setattr(own, name, nn.Parameter(value))
         model.set_submodule(self.site.name, own)
 
-    def _names(self) -> list[str]:
-        return [self.site.first, self.site.last, *([f"{self.site.first}_bias"] if self.biased else [])]
 
-
-LayerForm = LinearLayer | ExpertLayer  # each gives its `entries`, and can `open` and `close` its layer
+LayerForm = LinearLayer | ExpertLayer
 
 
 def form_of(model: nn.Module, site: FeedForward | PackedExperts) -> LayerForm:
@@ -330,15 +339,15 @@ def form_of(model: nn.Module, site: FeedForward | PackedExperts) -> LayerForm:
         layout = EntryLayout(site.width, site.gated)
         return ExpertLayer(layout, site.neurons, site, site.thresholds(part) is not None, site.num_experts)
     out = part.get_submodule(site.last)
-    width, neurons = applied(out).shape
+    width, neurons = stored(out).shape
     biased = tuple(_bias(part.get_submodule(path)) is not None for path in site.first)
     return LinearLayer(EntryLayout(width, site.gated), neurons, site, biased, isinstance(out, Conv1D))
 
 
 def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
-    out, into = weight.shape
+    out, into = weight.T.shape if transposed else weight.shape
     linear = Conv1D(out, into) if transposed else nn.Linear(into, out, bias=bias is not None)
-    linear.weight = nn.Parameter((weight.T if transposed else weight).contiguous())
+    linear.weight = nn.Parameter(weight)
     if bias is not None:
         linear.bias = nn.Parameter(bias.contiguous())
     return linear

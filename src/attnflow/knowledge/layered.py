@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
+from attnflow.knowledge.base import EntryColumns, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.reader import KnowledgeReader, LayerReading, Observer
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.store.source import EntrySource
@@ -29,8 +29,12 @@ class LayerReader(ABC):
         layer: the number of the layer, from 0.
         retrieval: which entries it reads; None for all. A converted layer always reads all.
         observer: a function that is called with each `LayerReading` and must not change it; or None.
+        letter: of an entry's name: "N" for a neuron, "F" for a feature, "P" for a column of a per-layer embedding.
+        covers: modules, as paths beside it, whose own entries it takes the place of.
     """
 
+    letter: str = "N"
+    covers: tuple[str, ...] = ()
     layer: int
     retrieval: Retrieval | None
     observer: Observer | None
@@ -87,10 +91,21 @@ def reads_entries(model: nn.Module) -> bool:
 
 def readers(model: nn.Module) -> list[LayerReader]:
     """Return the layers of a model that read entries, in order; a model without any raises `ValueError`."""
-    layers: list[LayerReader] = [module for module in model.modules() if isinstance(module, LayerReader)]
+    hidden = covered(model)
+    layers: list[LayerReader] = [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, LayerReader) and not f"{path}.".startswith(hidden)
+    ]
     if not layers:
         raise ValueError(f"{type(model).__name__} reads no knowledge base: call af.knowledge.from_ffn(model)")
     return layers
+
+
+def covered(model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of the paths of modules whose entries others take the place of."""
+    found = [(path.rpartition(".")[0], m.covers) for path, m in model.named_modules() if isinstance(m, LayerReader)]
+    return tuple(f"{beside}.{place}.".lstrip(".") for beside, places in found for place in places)
 
 
 def numbering(model: nn.Module) -> dict[LayerReader, tuple[int, int]]:
@@ -98,12 +113,13 @@ def numbering(model: nn.Module) -> dict[LayerReader, tuple[int, int]]:
 
     Several readers of one layer, such as experts and shared experts, are numbered one after another.
     """
-    taken: dict[str, int] = {}
+    taken: dict[tuple[str, str], int] = {}
     places: dict[LayerReader, tuple[int, int]] = {}
     for path, module in model.named_modules():
         if isinstance(module, LayerReader):
             layer = re.match(r"(.*?\.(\d+))(?:\.|$)", path)
-            key, number = (path, module.layer) if layer is None else (layer[1], int(layer[2]))
+            where, number = (path, module.layer) if layer is None else (layer[1], int(layer[2]))
+            key = where, module.letter
             places[module] = number, taken.get(key, 0)
             taken[key] = taken.get(key, 0) + module.num_entries * len(module.values(module.every()[:1]))
     return places
@@ -196,11 +212,11 @@ class LayerEntries(nn.Module, LayerReader):
 
     @property
     def entries(self) -> Float[Tensor, "entries entry_dim"]:
-        return self.base.entries[self.base.rows(self.layer)]
+        return self.base.block(self.layer)
 
     @property
     def weight(self) -> Float[Tensor, "model_dim entries"]:
-        return self.entries[:, self.layout.value].T
+        return self.base.columns(self.layer).values.T
 
     @property
     def layout(self) -> EntryLayout:
@@ -251,25 +267,34 @@ class EntryValues(LayerEntries):
         return functional.linear(weights, self.weight, self.bias)
 
 
+def scores_of(
+    hidden: Float[Tensor, "*tokens model_dim"],
+    columns: EntryColumns,
+    part: str,
+    biased: bool,  # without a bias in the plain model, training leaves thresholds at 0, so that it can be saved as such
+) -> Float[Tensor, "*tokens entries"]:
+    threshold = columns.thresholds[part]
+    return functional.linear(hidden, columns.keys[part], threshold if biased else threshold.detach())
+
+
 class EntryScores(nn.Module):
     """Replaces the first linear map: scores h . key + threshold, with several parts side by side."""
 
     values: EntryValues
 
-    def __init__(self, values: EntryValues, parts: Sequence[str]) -> None:
+    def __init__(self, values: EntryValues, parts: Sequence[str], *, biased: bool) -> None:
         super().__init__()
         object.__setattr__(self, "values", values)  # not a child: it is a module of the layer
-        self.layer, self.parts = values.layer, tuple(parts)
+        self.layer, self.parts, self.biased = values.layer, tuple(parts), biased
 
     @property  # some model code asks for its dtype
     def weight(self) -> Float[Tensor, "out model_dim"]:
-        return torch.cat([self.values.entries[:, self.values.layout.key(part)] for part in self.parts])
+        keys = self.values.base.columns(self.layer).keys
+        return torch.cat([keys[part] for part in self.parts])
 
     def forward(self, hidden: Float[Tensor, "*tokens model_dim"]) -> Float[Tensor, "*tokens entries"]:
-        entries, layout = self.values.entries, self.values.layout
-        scores = [
-            functional.linear(hidden, entries[:, layout.key(p)], entries[:, layout.threshold(p)]) for p in self.parts
-        ]
+        columns = self.values.base.columns(self.layer)
+        scores = [scores_of(hidden, columns, part, self.biased) for part in self.parts]
         if self.values.observer is not None:
             self.values.scored.update(zip(self.parts, (score.detach() for score in scores), strict=True))
         return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
@@ -291,9 +316,11 @@ class ExpertEntries(LayerEntries):
     The activation and b2 are those of the model's module, `own`. In Llama 4 scores contain r.
     """
 
-    def __init__(self, base: LayeredKnowledge, layer: int, form: PackedExperts, own: nn.Module) -> None:
+    def __init__(
+        self, base: LayeredKnowledge, layer: int, form: PackedExperts, own: nn.Module, *, biased: bool
+    ) -> None:
         super().__init__(base, layer)
-        self.form, self.own = form, own
+        self.form, self.own, self.biased = form, own, biased
 
     def added(self, output: Tensor) -> Float[Tensor, "*tokens model_dim"]:
         """Sum over the experts, for models that do this after the module."""
@@ -319,7 +346,7 @@ class ExpertEntries(LayerEntries):
 
     def _routed(self, hidden: Tensor, index: Tensor | None = None, routing: Tensor | None = None) -> Iterator[_Routed]:
         """Yield each expert with the tokens that chose it; without an `index` every expert has all tokens, times r."""
-        number, tokens, layout = self.form.num_experts, hidden.flatten(0, -2), self.layout
+        number, tokens = self.form.num_experts, hidden.flatten(0, -2)
         if self.form.sorted or index is None or routing is None:
             blocks = tokens.unflatten(0, (number, -1))
             rows = torch.arange(blocks.shape[1], device=hidden.device)
@@ -328,16 +355,13 @@ class ExpertEntries(LayerEntries):
             index, shares = index.flatten(0, -2), routing.flatten(0, -2)
             parts = ((i, rows, at, shares[rows, at, None], tokens[rows]) for i, rows, at in by_expert(index, number))
         for expert, rows, places, share, inputs in parts:
-            entries = self.base.entries[self.base.rows(self.layer, expert)]
-            scores = [
-                functional.linear(inputs, entries[:, layout.key(part)], entries[:, layout.threshold(part)])
-                for part in layout.parts
-            ]
+            columns = self.base.columns(self.layer, expert)
+            scores = [scores_of(inputs, columns, part, self.biased) for part in self.layout.parts]
             yield _Routed(expert, rows, places, share, scores, self.form.weigh(self.own, scores))
 
     def _written(self, share: _Routed) -> Tensor:
         """Compute an expert's output before the router's weight."""
-        values = self.base.entries[self.base.rows(self.layer, share.expert), self.layout.value]
+        values = self.base.columns(self.layer, share.expert).values
         bias = self.form.output_bias(self.own)
         return functional.linear(share.weights, values.T, None if bias is None else bias[share.expert])
 

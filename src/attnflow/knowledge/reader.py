@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final, cast
 
 import torch
@@ -30,6 +30,7 @@ class LayerReading:
         scores: scores with thresholds, for each part ("up", or "gate" and "up").
         weights: weights after the activation; 0 for padding.
         certificate: that of the search, with one element for each token and head, flattened; None if all were read.
+        beside: vectors [*tokens, model_dim] that the layer wrote beside its entries and a bias, by name.
     """
 
     layer: int
@@ -37,6 +38,7 @@ class LayerReading:
     scores: Float[Tensor, "parts *tokens heads read"]
     weights: Float[Tensor, "*tokens heads read"]
     certificate: Certificate | None = None
+    beside: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 def distinct(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
@@ -49,37 +49,38 @@ class Order:
 
 def renumbered(order: Order, first: IntArray) -> IntArray:
     """Numbers the classes topologically by the order alone, the smallest `first[class]` first: int64[classes]."""
-    lower_of, upper_of = order.covers.T
-    if (first[lower_of] < first[upper_of]).all():
-        number = np.empty(order.num_classes, dtype=np.int64)
-        number[np.argsort(first)] = np.arange(order.num_classes)
-        return number
-    waiting = np.bincount(upper_of, minlength=order.num_classes).tolist()
+    by_first, rank = np.argsort(first), np.empty(order.num_classes, dtype=np.int64)
+    rank[by_first] = np.arange(order.num_classes)
+    lower_of, upper_of = rank[order.covers.T]
+    if (lower_of < upper_of).all():
+        return rank
+    counts = np.bincount(upper_of, minlength=order.num_classes)
+    waiting, ready = counts.tolist(), np.flatnonzero(counts == 0).tolist()
     by_lower = np.argsort(lower_of, kind="stable")
     above = upper_of[by_lower].tolist()
     cuts = np.searchsorted(lower_of[by_lower], np.arange(order.num_classes + 1)).tolist()
-    class_at = np.full(int(first.max()) + 1, -1)
-    class_at[first] = np.arange(order.num_classes)
-    class_of_first, key = class_at.tolist(), first.tolist()
-    ready = [key[c] for c in range(order.num_classes) if not waiting[c]]
-    heapq.heapify(ready)
     sequence: list[int] = []
     while ready:
-        lower = class_of_first[heapq.heappop(ready)]
+        lower = heapq.heappop(ready)
         sequence.append(lower)
         for upper in above[cuts[lower] : cuts[lower + 1]]:
             waiting[upper] -= 1
             if not waiting[upper]:
-                heapq.heappush(ready, key[upper])
+                heapq.heappush(ready, upper)
     number = np.empty(order.num_classes, dtype=np.int64)
-    number[sequence] = np.arange(order.num_classes)
+    number[by_first[sequence]] = np.arange(order.num_classes)
     return number
 
 
 def close(rows: IntervalRows) -> Order:
-    """The order of a square relation with its diagonal: long masks by intervals, short or scattered ones by bits."""
+    """The order of a square relation: scattered ones by their components, long ones by intervals, others by bits."""
     if not rows.num_rows:
         return Order(np.arange(0), Reach(rows, 0), np.arange(0), np.zeros((0, 2), np.int64))
+    if (found := dense.condensed(rows)) is not None:
+        class_of, between = found
+        order = close(between)
+        return replace(order, class_of=order.class_of[class_of])
+    rows = rows.with_diagonal()
     if stays_few(rows) and (order := _close_by_intervals(rows)) is not None:
         return order
     class_of, words, covers = dense.close(rows)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.masks.intervals import BoolArray, IntervalRows, offsets, ragged
 from attnflow.order.products import range_reduce, reads_only_before
 
 Words = npt.NDArray[np.uint64]  # [rows, ceil(columns / 64)], bit c of a row is bit c % 64 of word c // 64
@@ -17,6 +20,7 @@ Words = npt.NDArray[np.uint64]  # [rows, ceil(columns / 64)], bit c of a row is 
 LARGEST: Final = 1 << 25  # edges of a Hasse diagram: about 5 GB as pairs of Python's integers
 _ROOM: Final = 1 << 33  # bytes of all bit matrices of one computation
 _WORKSPACE: Final = 1 << 25  # bytes of temporaries per product
+_LISTED: Final = 1 << 24  # pairs that are listed one by one, in about 0.6 GB
 
 
 def pack(table: BoolArray) -> Words:
@@ -95,14 +99,44 @@ def _four_russians(left: Words, right: Words) -> Words:
     return result
 
 
+def _num_pairs(rows: IntervalRows) -> int:
+    return int((rows.ends - rows.starts).sum(dtype=np.int64))
+
+
+def condensed(rows: IntervalRows) -> tuple[IntArray, IntervalRows] | None:
+    """(strong component of each node, lower first; the relation of these); None where ranges say more than pairs do."""
+    length = rows.ends - rows.starts
+    if _num_pairs(rows) > min(2 * len(length), _LISTED) or (rows.ends <= rows.row_index() + 1).all():
+        return None
+    key, cuts = ragged(rows.starts, length)[1], offsets(length)[rows.indptr]
+    graph = csr_array((np.ones(len(key)), key, cuts), shape=(rows.num_rows, rows.num_rows))
+    count, label = connected_components(graph, connection="strong")
+    lower, upper = label[key], np.repeat(label, np.diff(cuts))
+    assert (lower <= upper).all(), "Pearce's algorithm numbers a component after those that it reads"
+    apart, node = lower < upper, np.arange(count)
+    upper, lower = np.divmod(np.unique(upper[apart].astype(np.int64) * count + lower[apart]), count)
+    between = IntervalRows.of(count, count, (upper, lower, lower + 1), (node, node, node + 1))
+    return label.astype(np.int64), between
+
+
 def close(rows: IntervalRows) -> tuple[IntArray, Words, IntArray]:
     """(class of each node, the classes at or below each, covers): one union of bit sets per Hasse edge."""
-    class_of = np.arange(rows.num_rows) if reads_only_before(rows) else _classes(rows)
+    triangular = reads_only_before(rows)
+    class_of = np.arange(rows.num_rows) if triangular else _classes(rows)
     count = int(class_of.max()) + 1
     require_room(1, count, "an order of classes")
+    few = triangular and _num_pairs(rows) <= 8 * count
+    below, covers = _walk_over_pairs(rows) if few else _walk(_direct(rows, class_of))
+    width = -(-count // 64) * 8
+    raw = b"".join([classes.to_bytes(width, "little") for classes in below])
+    return class_of, np.frombuffer(raw, dtype="<u8").reshape(count, width // 8), covers
+
+
+def _walk(classes: Iterator[int]) -> tuple[list[int], IntArray]:
+    """(what is at or below each class, covers) from the bit set that each may attend to."""
     below: list[int] = []
     covers: list[tuple[int, int]] = []
-    for upper, direct in enumerate(_direct(rows, class_of)):
+    for upper, direct in enumerate(classes):
         down = itself = 1 << upper
         rest = direct ^ itself
         while rest:
@@ -112,10 +146,23 @@ def close(rows: IntervalRows) -> tuple[IntArray, Words, IntArray]:
             rest ^= rest & below[lower]
         below.append(down)
         refuse_more(len(covers))
-    width = -(-count // 64) * 8
-    raw = b"".join(classes.to_bytes(width, "little") for classes in below)
-    words = np.frombuffer(raw, dtype="<u8").reshape(count, width // 8)
-    return class_of, words, np.array(covers, dtype=np.int64).reshape(-1, 2)
+    return below, np.array(covers, dtype=np.int64).reshape(-1, 2)
+
+
+def _walk_over_pairs(rows: IntervalRows) -> tuple[list[int], IntArray]:
+    """The same for a triangular relation of few pairs, which are tested one by one, the latest key first."""
+    row, key = rows.expand()
+    keys, cover = key.tolist(), row != key
+    below: list[int] = []
+    for upper, (first, last) in enumerate(pairwise(np.searchsorted(row, np.arange(rows.num_rows + 1)).tolist())):
+        down = 1 << upper
+        for pair in range(last - 2, first - 1, -1):
+            if down >> keys[pair] & 1:
+                cover[pair] = False
+            else:
+                down |= below[keys[pair]]
+        below.append(down)
+    return below, np.stack([key[cover], row[cover]], axis=1)
 
 
 def _direct(rows: IntervalRows, class_of: IntArray) -> Iterator[int]:

@@ -151,10 +151,9 @@ class Flow(Result):
 
     @cached_property
     def _step(self) -> tuple[IntervalRows, IntArray | None]:
-        """(relation whose closure is the order, with its diagonal; rank of each position in it, or None)."""
+        """(relation whose closure is the order; rank of each position in it, or None)."""
         if self.num_layers is None:
-            rows, rank = self.masks[0].relabelled()
-            return rows.with_diagonal(), rank
+            return self.masks[0].relabelled()
         return self._products[-1].intervals(), self._rank
 
     @cached_property
@@ -198,12 +197,12 @@ class Flow(Result):
         if self.num_layers is not None:
             counts = [int(reached.counts().sum()) for reached in self._products]
             return max(1, counts.index(counts[-1]))
-        return depth_of(self._step[0])
+        return depth_of(self._step[0].with_diagonal())
 
     @cached_property
     def is_dense(self) -> bool:
         """Whether one layer suffices: everything that can flow does so in the first, A = R (hasse, def. 3.2)."""
-        return is_closed(self._step[0]) if self.num_layers is None else self.depth == 1
+        return is_closed(self._step[0].with_diagonal()) if self.num_layers is None else self.depth == 1
 
     @property
     def closure_density(self) -> float:

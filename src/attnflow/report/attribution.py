@@ -104,7 +104,7 @@ def _terms(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
     lead += f"The sum agrees with the model’s own scores to {result.error:.0e} of the row’s range."
     if result.head is None:
         lead += f" Of {len(result.heads)} heads of this layer, this one {CHOICE}."
-    caption = f"Terms for {key_name(result, row.index)}. Blue raises attention to it, red lowers it."
+    caption = f"Terms for {key_name(result, row.index)}. Blue raises attention to it, orange lowers it."
     warning = html.paragraph(remark(result, row)) if remark(result, row) else html.Html("")
     bars = drawn("terms", "Leading terms", caption)
     listed = leading(result, row, _LISTED)
@@ -121,8 +121,8 @@ def _terms(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
 def _tokens(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
     zero = row.level if row.centred else "zero"
     lead = (
-        f"Every key of the row, coloured by its score above (blue) or below (red) {zero}. The key that is explained is "
-        "underlined."
+        f"Every key of the row, coloured by its score above (blue) or below (orange) {zero}. The key that is explained "
+        "is underlined."
     )
     limit = _limit(row.totals) or 1.0
     words: list[Content] = []
@@ -133,7 +133,7 @@ def _tokens(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
     for index in order.tolist():
         position, token, total = result.keys[index], result.tokens[index], row.totals[index]
         shade = min(_SHADES, math.ceil(_SHADES * abs(float(total)) / limit))
-        kind = f"token {'attract' if total > 0 else 'repel'}-{shade}" if shade else "token"
+        kind = f"token {'for' if total > 0 else 'against'}-{shade}" if shade else "token"
         said = f"{position}: weight {row.weights[index]:.3f}, {signed(float(total))} logits"
         marked = " traced" if index == row.index else ""
         words += [tag("span", token_label(token, 40), class_=kind + marked, title=said), " "]
@@ -192,7 +192,7 @@ def _draw_map(panel: Any, row: HeadRow, table: Array, sides: tuple[list[str], li
     (above, corner), (axes, beside) = panel.subplots(2, 2, sharex="col", sharey="row", gridspec_kw=grid)
     corner.set_axis_off()
     limit = _limit(table) or 1.0
-    look = {"aspect": "auto", "interpolation": "none", "cmap": charts.SIGNED, "vmin": -limit, "vmax": limit}
+    look = {"aspect": "auto", "interpolation": "none", "cmap": charts.signed_map(), "vmin": -limit, "vmax": limit}
     image = axes.imshow(table, **look)
     axes.spines[["top", "right"]].set_visible(True)
     for axis, names in ((axes.yaxis, sides[0]), (axes.xaxis, sides[1])):

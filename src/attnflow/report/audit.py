@@ -22,7 +22,7 @@ from attnflow.report.tables import table_svg
 LISTED: Final = 24  # rows of a list before the rest is only counted
 _LOOKS: Final = {  # colour, hatch for print and for readers who do not tell red from green, and meaning
     "clean": ("#9fcdb3", "", "clean"),
-    "breaks": ("#b40426", "xxxx", "breaks the order"),
+    "breaks": ("#b3263e", "xxxx", "breaks the order"),
     "carries": ("#e8a9ac", "////", "carries a break on"),
 }
 _ROWS: Final = 48  # runs of layers that a chart shows

@@ -1,4 +1,4 @@
-"""A bias on a page and as charts: its strength, the keys it favours (blue) or not (red), the weights, its graph."""
+"""A bias on a page and as charts: its strength, the keys it favours (blue) or not (orange), the weights, its graph."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _layers(bias_map: BiasMap) -> Section:
 
 def _maps(bias_map: BiasMap) -> Section:
     title = f"Query {_query(bias_map, -1)} in every layer"
-    caption = "Blue keys draw the query, red ones turn it away; zero is in the middle."
+    caption = "Blue keys draw the query, orange ones turn it away; zero is in the middle."
     parts: list[Content] = [charts.in_page(lambda: map_chart(bias_map), title, caption)]
     if len(bias_map.queries) > 1:
         for one in sorted(sorted(bias_map, key=lambda one: -one.moved)[:_MAPS], key=lambda one: one.layer):
@@ -214,10 +214,10 @@ def _arrow(graph: BiasGraph, edge: BiasEdge, route: list[Point], share: float) -
     up = edge.key < edge.query
     x, y = route[-1] if up else route[0]
     head = arrow_head(x, y, 3.2 + share, 8.0 if up else -8.0)
-    look = {"fill": "none", "stroke": POSITIVE, "stroke_width": 0.8 + 3.2 * share, "class_": "af-stroke-attract"}
+    look = {"fill": "none", "stroke": POSITIVE, "stroke_width": 0.8 + 3.2 * share, "class_": "af-stroke-s0"}
     title = element("title", escape(f"{graph.tokens[edge.key]} → {graph.tokens[edge.query]}: +{edge.bias:.3f}"))
     body = title + element("path", d=bent(route), **look)
-    body += element("path", d=head, fill=POSITIVE, class_="af-fill-attract")
+    body += element("path", d=head, fill=POSITIVE, class_="af-fill-s0")
     return element("g", body, class_="af-edge", opacity=0.35 + 0.6 * share)
 
 
@@ -279,7 +279,6 @@ def table_of(
 def _bars(
     maps: Sequence[BiasMap], layer: int | None, query: int, head: int | None, names: Sequence[str], title: str | None
 ) -> Figure:
-    from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
@@ -293,7 +292,7 @@ def _bars(
     figure = charts.blank(width, height + 1.2 * len(panels))
     limit = max((float(np.abs(bias[keys]).max(initial=0.0)) for _, _, bias in panels if bias is not None), default=0.0)
     top = _common_top([weights[keys] for _, weights, _ in panels])
-    signed = ScalarMappable(Normalize(-(limit or 1.0), limit or 1.0), colormaps[charts.SIGNED])
+    signed = ScalarMappable(Normalize(-(limit or 1.0), limit or 1.0), charts.signed_map())
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for panel, (name, weights, bias) in zip(axes, panels, strict=True):
         colour = "0.6" if bias is None else signed.to_rgba(bias[keys])

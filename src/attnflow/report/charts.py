@@ -27,14 +27,11 @@ Array = npt.NDArray[np.floating[Any]]
 P = ParamSpec("P")
 
 INK, SOFT = "#1b1f23", "#59626b"
-SIGNED: Final = "coolwarm_r"  # zero in the middle, positive blue: the paper says so, and "coolwarm" has it reversed
-POSITIVE, NEGATIVE = "#3b4cc0", "#b40426"  # the ends of it
 SIZES: Final = "Blues"  # what has no sign
 SERIES: Final = ("#0072b2", "#c85200", "#00845f", "#a8457f", "#a06f00", "#2a8fc4", "#3a3f44")
+POSITIVE, NEGATIVE = SERIES[:2]  # blue and orange, which differ for every kind of colour vision
 # A page gives these colours their counterparts in the dark.
-_NAMES: Final = {INK: "ink", SOFT: "soft", POSITIVE: "attract", NEGATIVE: "repel"} | {
-    colour: f"s{index}" for index, colour in enumerate(SERIES)
-}
+_NAMES: Final = {INK: "ink", SOFT: "soft"} | {colour: f"s{index}" for index, colour in enumerate(SERIES)}
 _STYLE: Final = {
     "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": SOFT,
     "axes.titlesize": 10, "axes.titlecolor": INK, "axes.linewidth": 0.8, "axes.spines.top": False,
@@ -52,6 +49,13 @@ _LINK: Final = "{http://www.w3.org/1999/xlink}href"
 
 def colours(values: Iterable[float]) -> list[str]:
     return [POSITIVE if value >= 0 else NEGATIVE for value in values]
+
+
+def signed_map() -> Any:
+    """White where a value is zero, blue where it is positive, as in the paper, and orange where it is negative."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("attnflow", (NEGATIVE, "#f7f7f7", POSITIVE))
 
 
 def signed(value: float) -> str:
@@ -116,7 +120,7 @@ def name_axis(axis: Any, names: Sequence[str], positions: Sequence[int], *, turn
 
 def heat_map(axes: Any, table: Any, limit: float, *, signed: bool = True, **bar: Any) -> None:
     """Draws a table as colours, first row on top: signed around zero, or from zero upwards."""
-    colours, least = (SIGNED, -limit) if signed else (SIZES, 0.0)
+    colours, least = (signed_map(), -limit) if signed else (SIZES, 0.0)
     # Not interpolated, so that SVG holds one pixel per cell.
     image = axes.imshow(table, aspect="auto", interpolation="none", cmap=colours, vmin=least, vmax=limit)
     axes.spines[["top", "right"]].set_visible(True)

@@ -51,7 +51,8 @@ def four_questions(result: Explanation, geometry: Content | None = None) -> Sequ
         may = f"{count} of {plural(len(result.reach), 'token')} may reach “{token_label(result.texts[told])}”"
         may += f", each within {most}; no forbidden pair carries anything."
     else:
-        may = "The model declares no order that could be checked."
+        why = "No reach is counted across two halves." if result.encoder_texts else "The model declares no order."
+        may = f"{why} The audit, not this answer, says whether something flows against an order."
     strongly = "Nothing moves between tokens."
     looked = strongly
     if result.edges:
@@ -115,7 +116,7 @@ def _prompt(result: Explanation) -> html.Html:
     halves = [("encoder", result.encoder_texts), ("", result.texts)]
     paragraphs: list[html.Html] = []
     for half, texts in halves:
-        words: list[Content] = []
+        words: list[Content] = [f"{half or 'decoder'}: "] if result.encoder_texts else []
         skipped = 0
         strongest = sorted(range(len(texts)), key=lambda at: -abs(given.get((half, at), 0.0)))[:_WORDS]
         if len(texts) > _WORDS:
@@ -189,7 +190,7 @@ def _sources_table(result: Explanation) -> html.Html:
     sums: dict[str, tuple[float, float]] = {}
     for source in result.sources:
         name = {"token": "tokens", "entry": "entries that are listed", "constant": "constants of the model"}
-        what = name.get(source.kind, f"{source.kind}s" if source.kind == "sublayer" else "all other entries")
+        what = name.get(source.kind, source.kind if source.kind == "other entries" else f"{source.kind}s")
         carried, effect = sums.get(what, (0.0, 0.0))
         sums[what] = carried + source.carried, effect + source.effect
     totals = [(what, carried) for what, (carried, _) in sums.items()] + [("the answer", result.value)]

@@ -16,7 +16,7 @@ from attnflow.report.charts import SERIES, signed
 from attnflow.report.displays import draws
 from attnflow.report.svg import root
 
-FOR, AGAINST, _LEAK = SERIES[0], SERIES[1], "#b3263e"
+_LEAK = "#b3263e"
 _LINES, _MARKS, STRONGEST = 60, 12, 5  # lines; entries by what they carry, and by effect
 _NAMED: Final = 7  # lines and marks whose names are written into the picture
 BROAD, NARROW = 980, 358  # pixels: a page on a screen, and on a telephone
@@ -46,7 +46,7 @@ class _Picture:
 
     @property
     def pitch(self) -> float:
-        return min(34.0, max(4.0, _TALL / max(self.depth, 1)))
+        return min(90.0, max(4.0, _TALL / max(self.depth, 1)))
 
     @property
     def bottom(self) -> float:
@@ -139,6 +139,9 @@ def _frame(picture: _Picture) -> Iterable[str]:
         line = {"x1": picture.left, "x2": picture.right, "y1": y, "y2": y}
         yield element("line", **line, stroke="currentColor", stroke_opacity=0.12, stroke_dasharray="1 3")
     yield written("layer", 0, picture.top - 10, fill_opacity=0.65)
+    starts = {half: min(x for (h, _), x in picture.x.items() if h == half) for half, _ in picture.x}
+    for half, x in starts.items() if picture.result.encoder_texts else ():
+        yield written(half or "decoder", x, picture.top - 10, text_anchor="middle", fill_opacity=0.65)
     for x in picture.gaps:
         yield written("⋯", x, picture.bottom + 16, text_anchor="middle", fill_opacity=0.65)
 

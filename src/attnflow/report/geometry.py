@@ -93,7 +93,7 @@ def _by_layer(models: Models) -> Section:
 def _by_head(models: Models) -> Section:
     scored = [model for model in models if any(one.head != "all" for one in model)]
     lead = (
-        "Each head has a matrix of its own, and the full matrix is their sum. Blue is positive, red negative; each "
+        "Each head has a matrix of its own, and the full matrix is their sum. Blue is positive, orange negative; each "
         "map has a scale of its own, with zero in the middle."
     )
     parts: list[Content] = [html.paragraph(lead, kind="lead")]

@@ -39,7 +39,7 @@ def trace_part(trace: Trace, _: Context) -> PagePart:
         numbers.append(("Target", tag("span", target, tag("small", f"probability {chance}"))))
     caption = "The first layer is at the top."
     if not trace.without:
-        caption += " Blue raises the logit of the target, red lowers it."
+        caption += " Blue raises the logit of the target, orange lowers it."
     chart = charts.in_page(lambda: trace_chart(trace, picture="layers", title=" "), "Layers by tokens", caption)
     maps = Section("maps", "Layer by layer, token by token", chart)
     sections = [_prompt(trace), _entries(trace), maps, _layers(trace)]

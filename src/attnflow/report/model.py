@@ -22,6 +22,7 @@ from attnflow.report import html
 from attnflow.report.attribution import CHOICE, attribution_part, why
 from attnflow.report.audit import audit_part
 from attnflow.report.bias import bias_part
+from attnflow.report.charts import signed
 from attnflow.report.explain import explanation_part
 from attnflow.report.geometry import scores_part
 from attnflow.report.knowledge import trace_part
@@ -157,7 +158,9 @@ def _geometry(edge: Edge | None, scored: Sequence[GeometryScores], reasons: Sequ
     rows = [row for scores in scored for row in scores.matrices]
     row = next((row for row in rows if edge is not None and (row.layer, row.head) == (edge.layer, edge.head)), None)
     if edge is not None and row is not None:
-        words.append(f"{edge.name} has symmetry {row.symmetry:+.2f} and directionality {row.directionality:+.2f}.")
+        words.append(
+            f"{edge.name} has symmetry {signed(row.symmetry)} and directionality {signed(row.directionality)}."
+        )
     return " ".join([*words, *(why(reason) for reason in reasons)]) or None
 
 

@@ -25,7 +25,11 @@ _STYLE: Final = (
     "<style>.af-page{color:#1c2024;background:#fff}"
     "@media (prefers-color-scheme:dark){.af-page{color:#e8eaec;background:#14171a}}</style>"
 )
-_HALO: Final = "<style>@media (prefers-color-scheme:dark){.af-page .af-halo{stroke:#14171a}}</style>"
+_SIGNS: Final = (  # as the style sheet of pages has them in the dark
+    "<style>@media (prefers-color-scheme:dark){.af-page .af-halo{stroke:#14171a}"
+    ".af-page .af-stroke-s0{stroke:#56b4e9}.af-page .af-fill-s0{fill:#56b4e9}"
+    ".af-page .af-stroke-s1{stroke:#f0873c}.af-page .af-fill-s1{fill:#f0873c}}</style>"
+)
 _MARGIN: Final = 14.0
 
 
@@ -59,7 +63,7 @@ class Svg:
 
 
 def standalone(markup: str) -> Svg:
-    style = _STYLE + _HALO * ("af-halo" in markup)
+    style = _STYLE + _SIGNS * ("-s0" in markup)
     on_page = re.sub(r'(class="af-svg[^"]*)"', r'\1 af-page"', markup, count=1)
     return Svg(on_page.replace("<title>", f"{style}<title>", 1))
 

@@ -8,6 +8,7 @@ from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, Stat
 from transformers.cache_utils import DynamicLayer
 
 import attnflow as af
+from attnflow.bias.hf.cache import ColumnsLayer
 from tests.bias.hf.common import BIASES, GUIDANCE, biased, disabled, disturb, family, handle_of, outputs, tokens
 from tests.conformance.miniature import Architecture, build
 
@@ -125,7 +126,7 @@ def test_a_quantised_cache_keeps_the_bias_exact(kind):
     exact = pieces(model, ids, [6, 1, 3], reference := DynamicCache(config=model.config))
     columns = [(ours.keys, theirs.keys) for ours, theirs in zip(cache.layers[2:], reference.layers[2:], strict=True)]
     assert len(columns) == 2
-    assert all(type(layer) is DynamicLayer for layer in cache.layers[2:])
+    assert all(type(layer) is ColumnsLayer for layer in cache.layers[2:])
     torch.testing.assert_close(*columns[0])  # the second layer's own input has passed through rounded keys
     torch.testing.assert_close(found[:, :6], exact[:, :6])
     cache.reorder_cache(torch.tensor([1, 0]))

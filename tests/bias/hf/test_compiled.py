@@ -8,7 +8,17 @@ from transformers import StaticCache
 
 import attnflow as af
 from tests.bias.cases import Additive
-from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, ROTATED, biased, disabled, family, outputs, tokens
+from tests.bias.hf.common import (
+    EVERY_OTHER_KIND,
+    GUIDANCE,
+    ROTATED,
+    biased,
+    disabled,
+    family,
+    handle_of,
+    outputs,
+    tokens,
+)
 
 pytestmark = [
     pytest.mark.compiled,
@@ -123,3 +133,52 @@ def test_a_compiled_model_on_a_padded_batch_under_a_mask():
         expected = outputs(model, **inputs, use_cache=False)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(outputs(compiled, **inputs, use_cache=False), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Bert"])
+def test_fused_attention_in_one_graph(name):
+    """Columns go through torch's own attention, whose mask is a flag, a window, or everything."""
+    kinds = [one for one in KINDS if one.kind in ("key", "lowrank") or (one.kind == "alibi" and name != "Bert")]
+    model = biased(
+        name, [replace(one, layers=[0]) for one in kinds], torch.float32, **SMALL, max_position_embeddings=160
+    )
+    compiled, ids = torch.compile(model, backend="aot_eager", fullgraph=True), tokens(1, 150)
+    found = []
+    for call in (model, compiled):
+        model.zero_grad()
+        use = {} if name == "Bert" else {"use_cache": False}
+        logits = outputs(call, input_ids=ids, **use)
+        logits.sin().mean().backward()
+        found.append(
+            (logits.detach(), {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None})
+        )
+    assert set(handle_of(model).backend.values()) == {"fused"}
+    torch.testing.assert_close(found[1][0], found[0][0], **CLOSE)
+    for key, gradient in found[0][1].items():
+        torch.testing.assert_close(
+            found[1][1][key], gradient, rtol=1e-3, atol=1e-3 * max(float(gradient.abs().max()), 1e-2)
+        )
+
+
+def test_a_compiled_call_with_rows_that_see_nothing():
+    q, bias = torch.randn(2, 4, 200, 8), torch.randn(2, 2, 200)
+    k, allow = torch.randn(2, 2, 200, 8), torch.rand(2, 1, 200, 200) > 0.7
+    allow[:, :, ::9] = False
+    leaves = [t.requires_grad_() for t in (q, k, bias)]
+
+    def attend(backend):
+        return lambda q, k, bias: af.bias.attention(q, k, k, [Additive(bias)], allow, backend=backend)[0]
+
+    found, true = (
+        torch.compile(attend("fused"), backend="aot_eager", fullgraph=True)(*leaves),
+        attend("reference")(*leaves),
+    )
+    torch.testing.assert_close(found, true, **CLOSE)
+    assert (found[:, :, ::9] == 0).all()
+    upstream = torch.randn_like(found)
+    gradients = (torch.autograd.grad(output, leaves, upstream) for output in (found, true))
+    torch.testing.assert_close(*gradients, **CLOSE)
+    with pytest.raises(Exception, match="no sinks beside fused attention"):
+        torch.compile(
+            lambda q: af.bias.attention(q, k, k, [], sinks=torch.zeros(4), backend="fused")[0], backend="eager"
+        )(q)

@@ -1,6 +1,7 @@
 """LoRA beside a bias: in either order, seen by the bias, merged and unloaded."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -86,3 +87,36 @@ def test_an_adapter_of_the_bias_itself_is_refused_at_the_first_call():
     wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["score_terms"]))
     with pytest.raises(RuntimeError, match="leave 'score_terms' out of an adapter's modules_to_save"):
         outputs(wrapped, input_ids=tokens(1, 4))
+
+
+def test_a_pass_that_trains_all_but_the_bias_warns_once():
+    model, ids = family("Llama").train(), tokens(2, 7)
+    handle = af.bias.attach(model, GUIDANCE)
+    copied = copy.deepcopy(model)
+    model(ids)  # the bias is trained, too
+    adapted = lora(model).train()
+    with torch.no_grad():
+        adapted(ids)
+    adapted.eval()(ids)
+    with pytest.warns(UserWarning, match="every parameter of its bias is frozen"):
+        adapted.train()(ids)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        adapted(ids)
+    with pytest.warns(UserWarning, match="every parameter of its bias is frozen"):  # a copy has a handle of its own
+        lora(copied).train()(ids)
+    handle.remove()
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.filterwarnings("error:this pass trains")
+def test_a_bias_that_is_trained_or_a_model_that_is_not_warns_of_nothing():
+    ids = tokens(2, 7)
+    af.bias.attach(adapted := lora(family("Llama")), GUIDANCE)
+    adapted.train()(ids)
+    model = family("Llama").train()
+    handle = af.bias.attach(model, GUIDANCE)
+    model.requires_grad_(False)
+    model(ids)
+    handle.remove()
+    af.bias.attach(model.requires_grad_(True), af.bias.AlibiConfig())  # nothing to train
+    model(ids)

@@ -265,3 +265,53 @@ def test_a_closed_store_says_so(place):
     for call in (lambda: len(store), lambda: store.insert(embeddings=EYE), lambda: store.search(EYE, 1)):
         with pytest.raises(StoreError, match="closed"):
             call()
+
+
+def test_parquet_and_pandas_hold_everything_exactly(store, tmp_path):
+    parquet, pandas = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pandas")
+    vectors = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    texts = ['a, "quoted" text\nof two lines', None, ""]
+    store.insert(embeddings=vectors, texts=texts, thresholds=[[0.5, -1e9]] * 3, encoder="mini", ids=[7, 2, 2**62])
+    store.upsert(ids=[2], embeddings=EYE[:1], sources=["é"])
+    path = store.export(tmp_path / "entries.parquet")
+    rows = {row["id"]: row for row in parquet.read_table(path).to_pylist()}
+    kept = contents(store)
+    names = ("text", "source", "version", "encoder", "created", "updated")
+    assert {
+        key: (*(row[name] for name in names), row["embedding"] + row["thresholds"]) for key, row in rows.items()
+    } == kept
+    frame = store.to_pandas().set_index("id")
+    assert isinstance(frame, pandas.DataFrame)
+    assert frame.loc[7, "embedding"].tolist() == vectors[0].tolist()
+    with Store.open("memory", dim=4, num_thresholds=2) as other:
+        table = parquet.read_table(path)
+        wide = np.stack(table["embedding"].to_numpy(zero_copy_only=False))
+        other.insert(embeddings=wide, ids=table["id"].to_numpy(), texts=table["text"].to_pylist())
+        assert torch.equal(other.vectors(), store.vectors())
+        assert [entry.text for entry in other.get([7, 2, 2**62])] == texts
+
+
+def test_csv_leaves_vectors_out_and_other_names_are_refused(store, tmp_path):
+    frame = pytest.importorskip("pandas")
+    store.insert(embeddings=EYE[:2], texts=["a, b", None], sources=["x", "y"])
+    path = store.export(tmp_path / "entries.CSV")
+    table = frame.read_csv(path)
+    assert list(table) == ["id", "text", "source", "encoder", "version", "created", "updated"]
+    assert table["source"].tolist() == ["x", "y"]
+    assert frame.to_datetime(table["created"][0]) == store.get([0])[0].created
+    with pytest.raises(ValueError, match=r"must end in .parquet or .csv, got 'entries.json'"):
+        store.export(tmp_path / "entries.json")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["entries.CSV"]
+
+
+def test_an_empty_store_and_many_rows_are_written(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    with Store.open("memory", dim=2) as store:
+        assert parquet.read_table(store.export(tmp_path / "none.parquet")).num_rows == 0
+        assert (tmp_path / store.export(tmp_path / "none.csv").name).read_text().count("\n") == 1
+        rows = np.random.default_rng(0).random((20_000, 2), dtype=np.float32)
+        ids = store.insert(embeddings=rows)
+        table = parquet.read_table(store.export(tmp_path / "many.parquet")).sort_by("id")
+        assert table["id"].to_pylist() == ids.tolist()
+        assert np.array_equal(np.stack(table["embedding"].to_numpy(zero_copy_only=False)), rows)
+        assert "thresholds" not in table.column_names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from inspect import signature
 from typing import Final, Literal, cast
@@ -51,6 +52,20 @@ class BiasHandle(Handle):
         self.loaded = False
         self._interception = interception
         self._frozen: list[nn.Parameter] = []
+        self._looking = model.register_forward_pre_hook(self._look)
+
+    def _look(self, model: nn.Module, args: object) -> None:
+        """Warn once if a pass trains the model, and nothing of its bias: PEFT freezes what was attached before it."""
+        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled() and self.active):
+            return
+        own = self.parameters()
+        if own and not any(p.requires_grad for p in own) and any(p.requires_grad for p in model.parameters()):
+            self._looking.remove()
+            warnings.warn(
+                "this pass trains the model, but every parameter of its bias is frozen, as get_peft_model leaves a "
+                "bias that was attached before it: attach it afterwards, or set requires_grad of handle.parameters()",
+                stacklevel=2,
+            )
 
     @property
     def enabled(self) -> bool:
@@ -66,6 +81,16 @@ class BiasHandle(Handle):
             raise RuntimeError("this bias was removed: attach it again")
         for _, bias in layer_biases(self.model):
             bias.enabled = value
+
+    @property
+    def backend(self) -> dict[str, str]:
+        """What computed the last call of each layer with its bias, or ""; for tiles, why fused attention could not.
+
+        "sdpa" is the model's own attention, which a decoded token gives B as its mask.
+
+        A bias of zero that is not trained runs nothing, and a compiled graph does not say.
+        """
+        return {path.rpartition(".")[0]: bias.ran for path, bias in layer_biases(self.model)}
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the bias added, which guidance-only training optimises."""
@@ -83,6 +108,7 @@ class BiasHandle(Handle):
 
     def _restore(self) -> None:
         self._interception.remove(keep_changes=True)
+        self._looking.remove()
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         for path, bias in list(layer_biases(self.model)):

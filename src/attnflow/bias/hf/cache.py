@@ -20,6 +20,20 @@ from attnflow._core.errors import UnsupportedArchitecture
 
 _GAP: Final = "it was filled partly with the bias and partly without: start from an empty cache"
 _ATTRIBUTE: Final = "_attnflow_columns"  # on the cache: layer of the model -> index of its companion
+_SLOTS: Final = "_attnflow_slots"  # on the cache: the last answer of `new_slots`, behind what it is the answer to
+
+
+class ColumnsLayer(DynamicLayer):
+    """Keys alone: in place of values stands a view of them that has no width, and follows every crop and selection."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = torch.cat([cast(Tensor, self.keys), key_states], dim=-2)
+        self.values = self.keys[..., :0]
+        return self.keys, self.values
 
 
 def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_keys: int) -> Tensor:
@@ -33,8 +47,7 @@ def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_key
         return columns
     main = cast(CacheLayerMixin, cache.layers[layer])
     companion = _companion(cache, main, layer, depth, columns)
-    empty = columns.new_zeros(columns.shape[0], 1, columns.shape[1], 0)
-    cached = companion.update(columns[:, None], empty)[0][:, 0]
+    cached = companion.update(columns[:, None], columns[:, None, :, :0])[0][:, 0]
     seen, held = cast(tuple[Any, Any], (companion.get_seq_length(), main.get_seq_length()))
     if isinstance(seen, Tensor):  # of a static cache: looking at it would stop the device, and a compiler
         torch._assert_async(seen == held, _GAP)  # pyright: ignore[reportPrivateImportUsage]
@@ -45,7 +58,6 @@ def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_key
 
 def new_slots(cache: Cache | None, layer: int, new: int, num_keys: int, device: torch.device) -> Tensor:
     """Where the new tokens lie among the keys of this call, int64[new]; call it after the cache took them."""
-    step = torch.arange(new, device=device)
     main = None if cache is None else cache.layers[layer]
     if not isinstance(main, StaticLayer) and not torch.compiler.is_compiling():
         tokens = new if main is None else int(cast(Any, main).get_seq_length())
@@ -57,8 +69,13 @@ def new_slots(cache: Cache | None, layer: int, new: int, num_keys: int, device: 
             )
     full = isinstance(main, StaticSlidingWindowLayer) and main.cumulative_length_int > main.max_cache_len
     if isinstance(main, StaticLayer) and not full:
-        return step + (main.cumulative_length.to(device) - new)
-    return step + (num_keys - new)
+        return torch.arange(new, device=device) + (main.cumulative_length.to(device) - new)
+    if cache is None or torch.compiler.is_compiling():
+        return torch.arange(num_keys - new, num_keys, device=device)
+    key = num_keys - new, num_keys, device, torch.is_inference_mode_enabled()
+    if cache.__dict__.get(_SLOTS, (None,))[0] != key:  # once for all layers of a step
+        cache.__dict__[_SLOTS] = key, torch.arange(num_keys - new, num_keys, device=device)
+    return cache.__dict__[_SLOTS][1]
 
 
 def refuse_biased(cache: Cache | None, layer: int) -> None:
@@ -120,7 +137,7 @@ def _like(main: CacheLayerMixin) -> CacheLayerMixin:
         fresh.record_past = getattr(main, "record_past", False)
         return fresh
     if isinstance(main, DynamicLayer):
-        return DynamicLayer()
+        return ColumnsLayer()
     raise UnsupportedArchitecture(
         f"a cache layer of class {type(main).__name__} cannot hold a bias's columns: use the model's dynamic cache"
     )

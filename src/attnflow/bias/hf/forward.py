@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.bias.attention import bias_of, compute
+from attnflow.bias.attention import bias_of, choose, compute_by, labelled
 from attnflow.bias.call import Allow, BiasedCall, make_call
 from attnflow.bias.config import Vectors
 from attnflow.bias.hf.cache import extend, new_slots
@@ -41,6 +41,9 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
     learns = bias.enabled and torch.is_grad_enabled() and any(p.requires_grad for p in bias.parameters())
     if zero and not learns and bias.observer is None:
         return proceed(call)
+    if not zero and bias.observer is None and bias.backend == "auto" and (row := _row(call, terms)) is not None:
+        _note(bias, "sdpa")
+        return proceed(call.replace(mask=row))
     biased_call = _call(call, terms)
     if bias.observer is not None:
         bias.observer(biased_call)
@@ -49,7 +52,9 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
     # Eager attention also returns weights, which only the reference holds.
     need_weights = call.implementation == "eager" and bias.backend in ("auto", "reference")
     with torch.autocast(call.query.device.type, enabled=False):  # scores are summed in float32 whatever surrounds them
-        output, weights = compute(biased_call, bias.backend, need_weights)
+        name = choose(biased_call, bias.backend, need_weights)
+        _note(bias, labelled(biased_call, name))
+        output, weights = compute_by(name, biased_call, need_weights)
     output = output.transpose(1, 2).contiguous()
     weights = weights.to(call.query.dtype) if need_weights and weights is not None else None
     if zero and not biased_call.dropout:
@@ -57,6 +62,11 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
         output = cast(Tensor, _SameAs.apply(output, plain.detach()))
         weights = None if weights is None or plain_weights is None else plain_weights.detach()
     return output, weights
+
+
+def _note(bias: LayerBias, ran: str) -> None:
+    if not torch.compiler.is_compiling():
+        bias.ran = ran
 
 
 def _added(call: AttentionCall) -> Tensor | None:
@@ -89,18 +99,57 @@ def _terms(call: AttentionCall, bias: LayerBias, hooks: Hooks) -> tuple[Term, ..
     positions = shown.positions
     if positions is None or positions.shape[1] != new:
         before = 0 if shown.cache is None else cast(Any, shown.cache.layers[layer]).get_seq_length() - new
-        positions = (torch.arange(new, device=device) + before)[None]
-        left = None if call.request is None else call.request.pads()[1]
-        positions = positions if left is None else (positions - left.to(device)[:, None]).clamp(min=0)
+        positions = _positions(call, before)
     positions = positions.expand(query.shape[0], -1)
-    rotated = "rotated" in bias.references
-    batch, step = query.shape[0], torch.arange(new, device=device)
-    queries = Vectors(hooks.vectors("query", batch, step), _flat(query) if rotated else None, shown.hidden, positions)
+    rotated, batch = "rotated" in bias.references, query.shape[0]
+    queries = Vectors(hooks.vectors("query", batch), _flat(query) if rotated else None, shown.hidden, positions)
     keys = Vectors(
         hooks.vectors("key", batch, where), _flat(key[:, :, where]) if rotated else None, shown.hidden, positions
     )
     columns = extend(shown.cache, layer, hooks.depth, bias.columns(keys), num_keys)
     return bias.terms(queries, columns, where)
+
+
+def _positions(call: AttentionCall, before: int | Tensor) -> Tensor:
+    """Positions of the new tokens after those before them and the leading pads, [batch or 1, new], once a request."""
+    new, device, request = call.query.shape[2], call.query.device, call.request
+    kept = {} if request is None or torch.compiler.is_compiling() or isinstance(before, Tensor) else request.derived
+    key = "positions", before, new, device
+    if key not in kept:
+        positions = (torch.arange(new, device=device) + before)[None]
+        left = None if request is None else request.pads()[1]
+        kept[key] = positions if left is None else (positions - left.to(device)[:, None]).clamp(min=0)
+    return kept[key]
+
+
+def _row(call: AttentionCall, terms: tuple[Term, ...]) -> Tensor | None:
+    """B of one new query, [batch or 1, heads or 1, 1, keys], for SDPA to add as its mask; None where that is not all.
+
+    SDPA gives 0 where nothing is allowed. In 16 bits the row's maximum is taken off, which softmax cannot see: what
+    remains is rounded where it weighs little.
+    """
+    query, mask, kwargs = call.query, call.mask, call.kwargs
+    plain = call.implementation == "sdpa" and call.empty is None and not call.narrowed
+    others = any(kwargs.get(name) is not None for name in (*_REFUSED, _ADDED, "softcap", "s_aux", "sinks"))
+    made = mask is None or (call.request is not None and isinstance(mask, Tensor) and mask.dtype == torch.bool)
+    if query.shape[2] != 1 or torch.is_grad_enabled() or not plain or others or not made:
+        return None
+    keys, dtype = call.key.shape[2], _autocast(query[:, :, :, :0]).dtype
+    row = cast(Tensor, bias_of(terms, query.shape[1], slice(0, 1), slice(0, keys)))
+    if isinstance(mask, Tensor):
+        row = row + _hidden(call, mask[..., :keys], row.dtype)
+    if dtype.itemsize < row.dtype.itemsize:
+        row = row - row.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(row.dtype).min)
+    return row.to(dtype)
+
+
+def _hidden(call: AttentionCall, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a boolean mask lets a pair pass, -inf elsewhere; layers of one kind share it, as they do the mask."""
+    derived = {} if call.request is None or torch.compiler.is_compiling() else call.request.derived
+    key = "hidden", id(call.mask), dtype
+    if key not in derived:
+        derived[key] = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return derived[key]
 
 
 def _flat(heads: Tensor) -> Tensor:
@@ -148,8 +197,9 @@ def _relation_of(call: AttentionCall) -> tuple[Allow, Dense | None]:
             return (torch.arange(keys, device=device) <= last)[None, None]
 
         if torch.compiler.is_compiling():
-            return Allow(rows, queries, keys), None
-        return _causal.setdefault((queries, keys, str(device)), Allow(rows, queries, keys)), None
+            return Allow(rows, queries, keys, causal=True), None
+        relation = Allow(rows, queries, keys, causal=True)
+        return _causal.setdefault((queries, keys, str(device)), relation), None
     # Of the caller's making, who may change it in place; or of a compiler, which makes each once
     if call.request is None or call.narrowed or torch.compiler.is_compiling():
         return _masked(call)

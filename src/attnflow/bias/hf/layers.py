@@ -115,8 +115,8 @@ class Hooks:
         traced = torch.compiler.is_compiling() and not in_force(module, "pool")
         return self._traced if traced else self._of_thread()
 
-    def vectors(self, side: str, batch: int, where: Tensor) -> Tensor | None:
-        """Queries or keys before rotation; `where` are the new ones, as latent attention makes all keys anew."""
+    def vectors(self, side: str, batch: int, where: Tensor | None = None) -> Tensor | None:
+        """Queries or keys before rotation; `where` are the new keys, as latent attention makes all of them anew."""
         source = self.sources.get(side)
         if source is None:
             return None
@@ -131,7 +131,7 @@ class Hooks:
         for path in source.paths:
             output = shown[path]
             output = output.reshape(batch, -1, output.shape[-1])
-            outputs[path] = output if output.shape[1] == len(where) else output.index_select(1, where)
+            outputs[path] = output if where is None or output.shape[1] == len(where) else output.index_select(1, where)
         return source.take(outputs)
 
     def _enter(

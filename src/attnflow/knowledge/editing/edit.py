@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from attnflow._core.checks import integer
-from attnflow._core.handles import Handle
 from attnflow._core.progress import Progress
-from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.editing.edit_targets import (
     Layers,
     Method,
     Moments,
     Targets,
     answers_of,
-    leads_of,
-    next_logits,
+    loss_on,
     places_of,
     read_moments,
+    sampled_text,
+    spot_of,
     targets,
     token_ids,
     weights_everywhere,
 )
+from attnflow.knowledge.editing.edited import Edited, editable
 from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
+from attnflow.knowledge.editing.guard import NO_GUARD, EditGuard, guard_of, likely
 from attnflow.knowledge.layered import EntryValues, readers
-from attnflow.models.loading.names import sample_text
 from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject
 
@@ -39,9 +39,10 @@ if TYPE_CHECKING:
 
 Facts = Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Path
 
-_LEADS: Final = 3  # sentence openings put before each prompt
-_EDITS: Final = "edits"  # of a base, the handles in force, in order
 _RANK: Final = 1e-10  # of the largest singular value: smaller ones of what must not change are rounding
+_ABOUT: Final = 0.01  # weight of other statements about a fact's subject beside that of text
+_BESIDE: Final = 1.0  # weight of the fact's prompt about other subjects
+_SURE: Final = 0.15  # probability of a next token from which the model is taken to say it
 _FREE: Final = 1e-8  # of the squared length of whitened weights: less may be rounding
 
 
@@ -50,42 +51,55 @@ def edit(
     facts: Facts,
     *,
     layers: Sequence[int] | None = None,
+    guard: bool = True,
     untouched: Sequence[str] = (),
+    entries: int | None = None,
     text: str | Moments | None = None,
-    tokens: int = 8192,
+    tokens: int = 4096,
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
 ) -> Edited:
     """Change values of a converted model's entries so that it gives new answers to prompts, and little else changes.
 
     First, gradient descent finds what the layers must add at the subject's last token, for all layers together and
-    after several sentence openings (`targets`; ROME, Meng et al., 2022, sec. 3.1). Then each layer's values change by
-    the smallest X that adds it there, for all facts at once: `least_change` under the second moment of the weights on
+    after a sentence opening (`targets`; ROME, Meng et al., 2022, sec. 3.1). Then each layer's values change by the
+    smallest X that adds it there, for all facts at once: `least_change` under the second moment of the weights on
     other text. This is MEMIT (2023), except that all layers' targets are found together, so none has to be spread over
     layers. Keys and thresholds stay, and so do the entries that fire.
+
+    The guard adds to that moment what an edit damages most: eight other statements on each subject, and the fact's
+    prompt about eight other subjects. They are found from a list of sentences and names that the package has
+    (`guard_of`), and as many more are kept for the report. The first weigh little, the second much: on 9 facts of
+    SmolLM2-135M that the method was tuned on, statements on the subject stay in 81 % instead of 56 %, other subjects in
+    100 % instead of 71 %, and the paraphrases that the model understood follow as before. Heavier guards keep more of
+    the subject and lose paraphrases.
 
     Args:
         model: converted by `from_ffn`, or a `Loaded` with such a model.
         facts: the answers that it should give: a mapping with prompt, answer, and optionally subject and paraphrases,
             or a list of them; see `Fact`.
         layers: the layers to edit; by default every second of five layers, starting at a quarter of the depth.
+        guard: False neither holds nor measures other statements. Facts without a subject have no guard.
         untouched: texts that the edit must not change: the model's outputs on them stay equal up to rounding.
-        text: other text to preserve, or `handle.moments` of an earlier edit; by default Shakespeare's sonnets.
+        entries: how many entries of each layer may change, those that write most at the subjects for the least effect
+            elsewhere; all by default, which keeps more of what the guard holds.
+        text: other text to preserve, or `handle.moments` of an earlier edit; by default what the model itself writes,
+            which keeps as much as a real text did.
         tokens: how many tokens of the text to read.
         tokenizer: needed unless `model` brings one.
         progress: called as progress(done, total, what).
 
     Returns:
-        A handle: it prints the model's new answers, which `.report` holds; `remove()` restores the values bit for bit.
+        A handle: it prints the model's new answers and what was measured beside them, which `.report` holds; its `ok`
+        asks that all of it lies within stated bounds. `remove()` restores the values bit for bit.
 
     Raises:
         ValueError: a prompt or an answer is empty; a prompt lacks its subject or is too long for the model; a layer
             does not exist or holds experts; the model is not converted or has NaN; or a text that must not change
             shares a place with a fact. The model then stays unchanged.
 
-    Cost: one forward pass over the text, and for each fact about 25 forward and backward passes over some ten short
-    prompts: ten seconds for 135M parameters on one core. Memory: entries^2 float64 per layer, and a copy of changed
-    values.
+    Cost: writing and reading the text, 40 s of a core for 135M parameters, which `handle.moments` saves; then about 7 s
+    for each fact. Memory: entries^2 float64 per layer, and a copy of changed values.
     """
     subject = Subject.of(model, tokenizer)
     subject.require_weights("edit")
@@ -94,97 +108,55 @@ def edit(
     wanted = read_facts(facts)
     chosen = edited_layers(subject.model, layers)
     integer("tokens", tokens, 1)
+    if entries is not None:
+        integer("entries", entries, 1)
     with evaluating(subject.model):
-        other = text if isinstance(text, str) else sample_text()
-        moments = text if isinstance(text, Moments) else read_moments(subject, chosen, other, tokens, progress)
+        if text is None:
+            text = sampled_text(subject, tokens + tokens // 8)
+        moments = text if isinstance(text, Moments) else read_moments(subject, chosen, text, tokens, progress)
         if set(moments.layers) < set(chosen):
             raise ValueError(
                 f"expected moments of layers {sorted(chosen)}, which are edited, got moments of "
                 f"{sorted(moments.layers)}"
             )
-        leads = leads_of(other, _LEADS)
+        leads = moments.openings
         places = [places_of(subject, fact, leads) for fact in wanted]
+        guards = [guard_of(subject, fact, wanted) if guard else NO_GUARD for fact in wanted]
+        for spots, fact, found in zip(places, wanted, guards, strict=True):
+            spots += [
+                spot_of(subject.tokenizer, prompt, prompt.rfind(fact.subject), fact.subject)
+                for prompt in found.rewordings
+            ]
         quiet_ids = [token_ids(subject.tokenizer, quiet) for quiet in untouched]
-        before, quiet_before = [_answered(subject, fact) for fact in wanted], _next(subject, quiet_ids)
+        before = [_measured(subject, fact, found) for fact, found in zip(wanted, guards, strict=True)]
+        quiet_before, loss_before = _next(subject, untouched), loss_on(subject, moments.unread)
         method = Method()
         aims = targets(subject, chosen, wanted, places, leads, method, progress)
-        changes = value_changes(subject, chosen, aims, quiet_ids, moments, method.ridge)
+        kept = guarded(subject, chosen, moments, guards)
+        changes = value_changes(subject, chosen, aims, quiet_ids, kept, method.ridge, entries)
         handle = Edited(subject.model, changes, moments)
         try:
-            shift = float((_next(subject, quiet_ids) - quiet_before).abs().max()) if quiet_ids else 0.0
-            after = [_answered(subject, fact) for fact in wanted]
-            facts_changed = tuple(
-                FactChange(fact.prompt, fact.answer, old[0], new[0], old[1], *new[1:])
-                for fact, old, new in zip(wanted, before, after, strict=True)
+            pairs = zip(_next(subject, untouched), quiet_before, strict=True)
+            shift = max((float((now - was).abs().max()) for now, was in pairs), default=0.0)
+            after = [_measured(subject, fact, found) for fact, found in zip(wanted, guards, strict=True)]
+            loss = loss_on(subject, moments.unread)
+            handle.report = EditReport(
+                tuple(_change(*states) for states in zip(wanted, before, after, strict=True)),
+                tuple(chosen),
+                handle.count,
+                handle.relative_change,
+                len(quiet_ids),
+                shift,
+                None if loss is None or loss_before is None else loss - loss_before,
             )
-            sizes = handle.relative_change
-            handle.report = EditReport(facts_changed, tuple(chosen), handle.count, sizes, len(quiet_ids), shift)
         except BaseException:
             handle.remove()
             raise
     return handle
 
 
-class Edited(Handle):
-    """The handle of `edit`: the model gives the new answers until it is removed.
-
-    Attributes:
-        report: the model's answers now and before.
-        moments: the second moments on the text; pass them as `text` of the next edit.
-        count: the number of entries with changed values.
-        relative_change: for each layer, the norm of the change over that of the values.
-    """
-
-    report: EditReport
-
-    def __init__(self, model: nn.Module, changes: Mapping[int, Tensor], moments: Moments) -> None:
-        super().__init__(model)
-        self.moments = moments
-        self._base = cast(LayeredKnowledge, model.get_submodule("knowledge"))
-        self._changed: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # of each layer, ids, values before and after
-        sizes, self.count = list[float](), 0
-        with torch.no_grad():
-            for layer, change in changes.items():
-                ids, values = self._rows(layer)
-                old = values.detach().clone()
-                values.copy_((old.double() + change.to(old.device)).to(old.dtype))
-                sizes.append(float((values.double() - old.double()).norm() / old.double().norm()))
-                self.count += int((values != old).any(dim=1).sum())
-                self._changed[layer] = ids.clone(), old, values.detach().clone()
-        self.relative_change = tuple(sizes)
-        self._base.__dict__.setdefault(_EDITS, []).append(self)
-
-    def results(self) -> Sequence[EditReport]:
-        """The report of the edit."""
-        return (self.report,)
-
-    def _rows(self, layer: int) -> tuple[Tensor, Tensor]:
-        rows = self._base.rows(layer)
-        return self._base.ids[rows], self._base.entries[rows, self._base.layouts[layer].value]
-
-    def _restore(self) -> None:
-        edits = cast("list[Edited]", self._base.__dict__[_EDITS])
-        if edits[-1] is not self:
-            raise RuntimeError("the model was edited again after this edit: remove the later edit first")
-        for layer, (ids, _, after) in self._changed.items():
-            now = self._rows(layer)
-            if not torch.equal(now[0], ids) or not torch.equal(now[1], after):
-                raise RuntimeError(f"entries of layer {layer} were changed or moved after the edit: undo that first")
-        with torch.no_grad():
-            for layer, (_, before, _) in self._changed.items():
-                self._rows(layer)[1].copy_(before)
-        edits.pop()
-
-    def _summary(self) -> str:
-        return str(self.report)
-
-
 def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict[int, EntryValues]:
-    every = readers(model)
-    plain = {reader.layer: reader for reader in every if isinstance(reader, EntryValues)}
-    base = getattr(model, "knowledge", None)
-    if not plain or not isinstance(base, LayeredKnowledge):
-        raise ValueError(f"edit needs a converted model, got {type(model).__name__}: call af.knowledge.from_ffn(model)")
+    plain, every = editable(model, "edit"), readers(model)
     if layers is None:
         first = len(every) // 4
         layers = [layer for layer in range(first, min(first + 5, len(every)), 2) if layer in plain]
@@ -192,7 +164,7 @@ def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict
     wanted = sorted({integer("layers", layer, 0, last) for layer in layers})
     if not wanted or not set(wanted) <= set(plain):
         raise ValueError(f"layers must be among {sorted(plain)}, those without experts, got {list(layers)}")
-    if not bool(torch.isfinite(base.entries).all()):
+    if not bool(torch.isfinite(plain[wanted[0]].base.entries).all()):
         raise ValueError("the model's entries hold NaN or infinity: edit needs finite weights")
     return {layer: plain[layer] for layer in wanted}
 
@@ -204,10 +176,35 @@ def value_changes(
     untouched: Sequence[Sequence[int]],
     moments: Moments,
     ridge: float,
+    entries: int | None = None,
 ) -> dict[int, Tensor]:
-    """Compute the change of each layer's values [entries, model_dim] in float64, without changing the model."""
-    quiet = weights_everywhere(subject, layers, untouched)
-    return {layer: layer_change(*wanted[layer], moments.layers[layer], quiet.get(layer), ridge) for layer in layers}
+    """Compute the change of each layer's values [entries, model_dim] in float64, without changing the model.
+
+    With `entries`, so many of each layer change: those by which most is written at the places with least effect on
+    what `moments` describe, the largest k_e (M^-1 k)_e.
+    """
+    quiet, changes = weights_everywhere(subject, layers, untouched), dict[int, Tensor]()
+    for layer in layers:
+        (rows, added), moment = wanted[layer], moments.layers[layer]
+        some = slice(None)
+        if entries is not None:
+            share = (rows * torch.linalg.solve(moment, rows.T).T).mean(dim=0)
+            some = share.topk(min(entries, len(share))).indices.sort().values
+        others = quiet[layer][:, some] if layer in quiet else None
+        changes[layer] = torch.zeros(len(moment), added.shape[1], dtype=torch.float64)
+        changes[layer][some] = layer_change(rows[:, some], added, moment[some][:, some], others, ridge)
+    return changes
+
+
+def guarded(subject: Subject, layers: Layers, moments: Moments, guards: Sequence[EditGuard]) -> Moments:
+    """Add what the guards hold to the moments: for each fact, the mean of k k^T over its prompts' tokens, weighted."""
+    kept = {layer: moment.clone() for layer, moment in moments.layers.items()}
+    for guard in guards:
+        for prompts, weight in ((guard.about, _ABOUT), (guard.beside, _BESIDE)):
+            rows = weights_everywhere(subject, layers, [token_ids(subject.tokenizer, prompt) for prompt in prompts])
+            for layer, weights in rows.items():
+                kept[layer] += weight * (weights.T @ weights) / len(weights)
+    return Moments(kept, moments.tokens)
 
 
 def layer_change(rows: Tensor, added: Tensor, moment: Tensor, quiet: Tensor | None, ridge: float) -> Tensor:
@@ -273,15 +270,39 @@ def least_change(
     return torch.linalg.solve_triangular(factor.T, white @ torch.linalg.solve(system, wanted.to(moment)), upper=True)
 
 
-@torch.no_grad()
-def _next(subject: Subject, texts: Sequence[Sequence[int]]) -> Tensor:
-    return torch.stack([next_logits(subject, ids).softmax(dim=-1) for ids in texts]) if texts else torch.zeros(0)
+def _next(subject: Subject, texts: Sequence[str]) -> list[Tensor]:
+    """Compute the probabilities of the token after each text, each in a pass of its own, as texts may be long."""
+    return [likely(subject, [text])[0] for text in texts]
+
+
+class _Measured(NamedTuple):
+    chance: float  # of the answer
+    answered: list[bool]  # the prompt and each paraphrase
+    said: list[int]  # the most likely token after each of them
+    about: tuple[Tensor, Tensor]  # of statements that are measured, the most likely token and its probability
+    beside: tuple[Tensor, Tensor]
+    word: str  # that the model says to the prompt
 
 
 @torch.no_grad()
-def _answered(subject: Subject, fact: Fact) -> tuple[float, str, bool, int]:
+def _measured(subject: Subject, fact: Fact, guard: EditGuard) -> _Measured:
     answer = token_ids(subject.tokenizer, fact.answer, answer=True)
     prompts = [token_ids(subject.tokenizer, prompt) for prompt in fact.prompts]
     out = answers_of(subject, prompts, [answer] * len(prompts))
-    (word,) = subject.texts([int(out.rows[0].argmax())])
-    return float(out.scores[0].exp()), word, bool(out.first[0]), int(out.first[1:].sum())
+    said = cast("list[int]", out.rows.argmax(dim=-1).tolist())
+    others = [likely(subject, texts).max(dim=-1) for texts in (guard.about_measured, guard.beside_measured)]
+    about, beside = [(best.indices, best.values) for best in others]
+    (word,) = subject.texts(said[:1])
+    return _Measured(float(out.scores[0].exp()), cast("list[bool]", out.first.tolist()), said, about, beside, word)
+
+
+def _change(fact: Fact, old: _Measured, new: _Measured) -> FactChange:
+    follow = [now for was, now in zip(old.said[1:], new.answered[1:], strict=True) if was == old.said[0]]
+    kept: list[int] = []
+    for (was, chance), (now, _) in ((old.about, new.about), (old.beside, new.beside)):
+        sure = chance >= _SURE
+        kept += [int(sure.sum()), int((sure & (was == now)).sum())]
+    return FactChange(
+        fact.prompt, fact.answer, old.chance, new.chance, old.word, new.word, new.answered[0], sum(new.answered[1:]),
+        len(follow), sum(follow), *kept,
+    )  # fmt: skip

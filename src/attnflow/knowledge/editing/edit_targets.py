@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
@@ -21,11 +22,15 @@ from attnflow.models.subject import Subject
 Layers = Mapping[int, EntryValues]
 
 _WINDOW: Final = 256  # tokens of a piece of text
-_LEAD: Final = 5  # words before a prompt
+_UNREAD: Final = 512  # tokens of text, at most, at which an edit's cost is seen
+_LEADS: Final = 1  # sentence openings put before each prompt
+_LEAD: Final = 5  # words of one
 _RIDGE: Final = 1e-3  # of the mean of the diagonal: what is added to a moment
 _ABOUT: Final = " is a"  # after a subject: what the model says about it otherwise should stay
 _DECAY: Final = 0.02  # weight of the squared norm of what is added, in units of what a layer adds
 _KEEP: Final = 0.1  # weight of the divergence from other statements about the subject (ROME's essence drift)
+_ALIKE: Final = 1e-4  # of the largest logit: by how much a continued pass may differ from a whole one
+_TOGETHER: Final = 8  # facts whose passes are shared
 _ENOUGH: Final = 0.95  # probability of the answer, the least over all prompts, at which the descent ends
 
 
@@ -77,8 +82,19 @@ def answers_in(
     return Answers(torch.stack(scores), torch.stack(first), torch.stack(rows))
 
 
-def next_logits(subject: Subject, ids: Sequence[int]) -> Float[Tensor, " vocabulary"]:
-    return run(subject, [ids]).logits[0, -1].float()
+@torch.no_grad()
+def loss_on(subject: Subject, ids: Sequence[int]) -> float | None:
+    """Compute the mean loss of next tokens, in nats; None for fewer than two tokens."""
+    window = min(_WINDOW, longest(subject) or _WINDOW)
+    pieces = [ids[start : start + window] for start in range(0, len(ids), window)]
+    losses = [
+        functional.cross_entropy(
+            run(subject, [piece]).logits[0, :-1].float(), torch.tensor(piece[1:]).to(subject.device)
+        )
+        for piece in pieces
+        if len(piece) > 1
+    ]
+    return float(torch.stack(losses).mean()) if losses else None
 
 
 @dataclass(frozen=True)
@@ -94,15 +110,17 @@ class Moments:
 
     layers: Mapping[int, Tensor]  # one matrix [entries, entries] for each
     tokens: int  # that were read
+    openings: tuple[str, ...] = ()  # of sentences of the text
+    unread: tuple[int, ...] = ()  # ids of a part of the text that was not read: what an edit does to text is seen there
 
 
 def places_of(subject: Subject, fact: Fact, leads: Sequence[str]) -> list[Spot]:
-    tokenizer, limit = subject.tokenizer, _longest(subject)
+    tokenizer, limit = subject.tokenizer, longest(subject)
     answer = tuple(token_ids(tokenizer, fact.answer, answer=True))
     places: list[Spot] = []
     for prompt in fact.prompts:
         for lead in ("", *leads):
-            place = _place(tokenizer, f"{lead}{prompt}", len(lead) + prompt.rfind(fact.subject), fact.subject, answer)
+            place = spot_of(tokenizer, f"{lead}{prompt}", len(lead) + prompt.rfind(fact.subject), fact.subject, answer)
             if limit is None or len(place.ids) + len(answer) <= limit:
                 places.append(place)
             elif not lead:
@@ -111,11 +129,11 @@ def places_of(subject: Subject, fact: Fact, leads: Sequence[str]) -> list[Spot]:
                     f"model reads at most {limit}"
                 )
     if fact.subject:
-        places += [_place(tokenizer, f"{lead}{fact.subject}", len(lead), fact.subject, ()) for lead in leads]
+        places += [spot_of(tokenizer, f"{lead}{fact.subject}", len(lead), fact.subject) for lead in leads]
     return places
 
 
-def _place(tokenizer: Any, text: str, start: int, subject: str, answer: tuple[int, ...]) -> Spot:
+def spot_of(tokenizer: Any, text: str, start: int, subject: str, answer: tuple[int, ...] = ()) -> Spot:
     """Find the last token of the subject that starts at a character, or without a subject the last of the text."""
     if not subject:
         ids = token_ids(tokenizer, text)
@@ -149,12 +167,39 @@ def weights_everywhere(subject: Subject, layers: Layers, texts: Sequence[Sequenc
 
 
 @torch.no_grad()
+def sampled_text(subject: Subject, tokens: int) -> str:
+    """Let the model write text, from nothing and always the same: what is likely to it, in its own languages.
+
+    Pieces of `_WINDOW // 2` tokens are sampled together, at temperature 1.
+    """
+    tokenizer, width = cast(Any, subject.tokenizer), _WINDOW // 2
+    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    embedding = subject.embedding
+    known = [mark for mark in marks if mark is not None and (embedding is None or mark < embedding.num_embeddings)]
+    begin = known[0] if known else 0
+    if not hasattr(subject.model, "generate"):
+        raise ValueError(
+            f"{type(subject.model).__name__} cannot write text of its own: pass text=, some text to preserve"
+        )
+    first = torch.full((max(tokens // width, 1), 1), begin, device=subject.device)
+    devices = [subject.device] if subject.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        settings = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0}
+        lengths = {"min_new_tokens": width, "max_new_tokens": width, "pad_token_id": begin}
+        rows = cast(Any, subject.model).generate(first, attention_mask=torch.ones_like(first), **settings, **lengths)
+    return "\n\n".join(tokenizer.decode(row, skip_special_tokens=True) for row in rows)
+
+
+@torch.no_grad()
 def read_moments(subject: Subject, layers: Layers, text: str, tokens: int, progress: Progress | None = None) -> Moments:
-    ids = token_ids(subject.tokenizer, text)[:tokens]
+    ids = token_ids(subject.tokenizer, text)
     if not ids:
         raise ValueError("the text is empty: pass some text that the edit should leave unchanged")
+    read = min(tokens, len(ids) - len(ids) // 8)
+    ids, unread = ids[:read], ids[read : read + _UNREAD]
     sums = {layer: torch.zeros((values.num_entries,) * 2, dtype=torch.float64) for layer, values in layers.items()}
-    window = min(_WINDOW, _longest(subject) or _WINDOW)
+    window = min(_WINDOW, longest(subject) or _WINDOW)
 
     def add(call: Call) -> None:
         rows = call.first[0].float()
@@ -169,70 +214,144 @@ def read_moments(subject: Subject, layers: Layers, text: str, tokens: int, progr
     for moment in sums.values():
         moment /= len(ids)
         moment.diagonal().add_(max(_RIDGE * float(moment.diagonal().mean()), torch.finfo(torch.float64).tiny))
-    return Moments(sums, len(ids))
+    return Moments(sums, len(ids), tuple(leads_of(text, _LEADS)), tuple(unread))
 
 
-def _longest(subject: Subject) -> int | None:
+def longest(subject: Subject) -> int | None:
     return cast("int | None", getattr(subject.config, "max_position_embeddings", None))
 
 
-def _adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Spot]) -> Watch:
-    rows, positions = torch.arange(len(places)), torch.tensor([place.position for place in places])
+def _adding(layers: Layers, added: Mapping[int, Tensor], columns: Sequence[int]) -> Watch:
+    """Add to each layer's output a row of `added`, [rows or 1, model_dim], at one column of each row."""
 
     def add(call: Call, output: Tensor) -> Tensor:
         where = torch.zeros(output.shape[:2], dtype=output.dtype, device=output.device)
-        where[rows, positions] = 1
-        return output + where[..., None] * added[call.name].to(output.dtype)
+        where[torch.arange(len(columns)), list(columns)] = 1
+        return output + where[..., None] * added[call.name].to(output.dtype)[:, None]
 
     return Watch(layers, leave=add)
 
 
-@torch.enable_grad()
-def _target(
-    subject: Subject, layers: Layers, places: Sequence[Spot], about: Spot | None, method: Method
-) -> dict[int, Tensor]:
-    """Find by Adam what each layer must add at the places, [model_dim], so that the answers follow.
+class _Continued:
+    """Rows of ids that are run many times from one column on; what stands before it is computed once, and kept.
 
-    The loss is the mean of -log p(answer | prompt), a divergence on the subject, and the squared size of what is added.
+    Where a model does not take up its cache as it would compute it, every run is whole. `columns` are the places in
+    each row of what a run returns that stand for the row's `position`.
     """
-    answered = [place for place in places if place.answer]
-    rows, answers = [place.ids for place in answered], [place.answer for place in answered]
+
+    def __init__(self, subject: Subject, rows: Sequence[Sequence[int]], positions: Sequence[int]) -> None:
+        self._subject, self._rows, self._positions = subject, rows, positions
+        self.columns, self._cache = list(positions), None
+        with torch.no_grad():
+            self.whole = cast(Tensor, run(subject, rows).logits)
+            if max(positions) and subject.takes_use_cache and subject.accepts("position_ids"):
+                self._prepare()
+
+    def _prepare(self) -> None:
+        device, width = self._subject.device, max(self._positions)
+        starts = torch.tensor(self._positions, device=device)
+        before = [torch.tensor(row[:start]).flip(0) for row, start in zip(self._rows, self._positions, strict=True)]
+        after = [torch.tensor(row[start:]) for row, start in zip(self._rows, self._positions, strict=True)]
+        read = pad_sequence([ids.long() for ids in before], batch_first=True).flip(1).to(device)  # on the left
+        self._ids = pad_sequence(after, batch_first=True).to(device)
+        places = torch.arange(width, device=device) - (width - starts)[:, None]
+        length = torch.tensor([len(ids) for ids in after], device=device)
+        columns = torch.arange(self._ids.shape[1], device=device)
+        self._mask = torch.cat([places >= 0, columns < length[:, None]], dim=1).long()
+        self._places = starts[:, None] + columns.minimum(length[:, None] - 1)  # padding has no place of its own
+        mask = self._mask[:, :width]
+        model = cast(Any, self._subject.model)
+        out = model(input_ids=read, attention_mask=mask, position_ids=places.clamp_min(0), use_cache=True)
+        self._cache = getattr(out, "past_key_values", None)
+        if self._cache is not None:
+            continued, range_ = self(), float(self.whole.abs().max())
+            apart = [
+                (continued[row, : len(ids)] - self.whole[row, start : start + len(ids)]).abs().max()
+                for row, (ids, start) in enumerate(zip(after, self._positions, strict=True))
+            ]
+            if float(torch.stack(apart).max()) <= _ALIKE * range_:
+                self.columns = [0] * len(self._rows)
+            else:
+                self._cache = None
+
+    def __call__(self) -> Float[Tensor, "rows columns vocabulary"]:
+        """Run the rows, differentiably in what hooks add; the cache that is kept stays as it is."""
+        if self._cache is None:
+            return cast(Tensor, run(self._subject, self._rows).logits)
+        arguments = {"input_ids": self._ids, "attention_mask": self._mask, "position_ids": self._places}
+        return cast(Any, self._subject.model)(
+            **arguments, past_key_values=copy.deepcopy(self._cache), use_cache=True
+        ).logits
+
+
+@torch.enable_grad()
+def _descend(
+    subject: Subject, layers: Layers, wanted: Sequence[tuple[Sequence[Spot], Sequence[Spot]]], method: Method
+) -> list[dict[int, Tensor]]:
+    """Find by Adam what each layer must add at the places of each fact, [model_dim], so that the answers follow.
+
+    The facts share passes and nothing else. The loss of one is the mean of -log p(answer | prompt), a divergence on
+    the subject, and the squared size of what is added.
+    """
+    answered = [[place for place in places if place.answer] for places, _ in wanted]
+    spots = [spot for places, (_, about) in zip(answered, wanted, strict=True) for spot in [*places, *about]]
+    owner = torch.tensor([index for index, (_, about) in enumerate(wanted) for _ in [*answered[index], *about]])
     frozen = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:
+        rows = _Continued(subject, [[*spot.ids, *spot.answer] for spot in spots], [spot.position for spot in spots])
+        first = [int((owner == index).nonzero()[0]) for index in range(len(wanted))]
         norms = {
-            call.name: float(call.output[0, places[0].position].double().norm())
-            for call in calls_of(layers, lambda: run(subject, [places[0].ids]))
+            call.name: call.output[first, [rows.columns[row] for row in first]].double().norm(dim=-1, keepdim=True)
+            for call in calls_of(layers, rows)
         }
-        free = {layer: torch.zeros(len(values.weight), requires_grad=True) for layer, values in layers.items()}
+        free = {
+            layer: torch.zeros(len(wanted), len(values.weight), requires_grad=True) for layer, values in layers.items()
+        }
         optimiser = torch.optim.Adam(free.values(), lr=method.rate)
-        with torch.no_grad():
-            before = None if about is None else next_logits(subject, about.ids).log_softmax(dim=-1)
-        more = [] if about is None else [about]
-        together = [[*row, *answer] for row, answer in zip(rows, answers, strict=True)]
-        for _ in range(method.steps):
+        owner = owner.to(subject.device)
+        found: list[dict[int, Tensor] | None] = [None] * len(wanted)
+        for step in range(method.steps + 1):
             # A coordinate of a vector of norm 1 is d^-1/2 large: so Adam's step is `rate` norms long.
-            added = {layer: norms[layer] * unit.numel() ** -0.5 * unit for layer, unit in free.items()}
-            with _adding(layers, added, [*answered, *more]):
-                logits: Tensor = run(subject, [*together, *(spot.ids for spot in more)]).logits
-            now = answers_in(logits[: len(answered)], rows, answers)
-            loss = -now.scores.mean()
-            if before is not None and about is not None:
-                after = logits[-1, len(about.ids) - 1].float().log_softmax(dim=-1)
-                loss = loss + _KEEP * functional.kl_div(after, before, log_target=True, reduction="sum")
-            loss = loss + _DECAY * torch.stack([unit.square().mean() for unit in free.values()]).sum()
-            if not bool(torch.isfinite(loss)):
-                raise ValueError("the loss is NaN or infinite: check the weights of the model")
-            if float(now.scores.detach().min().exp()) > _ENOUGH and bool(now.first.all()):
+            added = {layer: norms[layer].float() * unit.shape[1] ** -0.5 * unit for layer, unit in free.items()}
+            with _adding(layers, {layer: rows_of[owner] for layer, rows_of in added.items()}, rows.columns):
+                logits = rows()
+            loss = torch.zeros(())
+            for index, (places, (_, about)) in enumerate(zip(answered, wanted, strict=True)):
+                if found[index] is not None:
+                    continue
+                score, done = _judged(logits, rows, first[index], places, about)
+                loss = loss + score
+                if not bool(torch.isfinite(score)):
+                    raise ValueError("the loss is NaN or infinite: check the weights of the model")
+                if done or step == method.steps:
+                    found[index] = {layer: vectors[index].detach().clone() for layer, vectors in added.items()}
+            if all(vectors is not None for vectors in found):
                 break
+            loss = loss + _DECAY * torch.stack([unit.square().mean(dim=1).sum() for unit in free.values()]).sum()
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
     finally:
         for parameter in frozen:
             parameter.requires_grad_(True)
-    return {layer: (norms[layer] * unit.numel() ** -0.5 * unit).detach() for layer, unit in free.items()}
+    return [vectors for vectors in found if vectors is not None]
+
+
+def _judged(
+    logits: Tensor, rows: _Continued, start: int, places: Sequence[Spot], about: Sequence[Spot]
+) -> tuple[Tensor, bool]:
+    """Compute the loss of the fact whose rows begin at `start`, and whether its answers are reached."""
+    shifted = [[0] * (rows.columns[start + i] + len(spot.ids) - spot.position) for i, spot in enumerate(places)]
+    now = answers_in(logits[start : start + len(places)], shifted, [spot.answer for spot in places])
+    loss = -now.scores.mean()
+    for row, spot in enumerate(about, start + len(places)):
+        last = rows.columns[row] + len(spot.ids) - 1 - spot.position
+        before = rows.whole[row, len(spot.ids) - 1].float().log_softmax(dim=-1)
+        after = logits[row, last].float().log_softmax(dim=-1)
+        loss = loss + _KEEP * functional.kl_div(after, before, log_target=True, reduction="sum")
+    return loss, float(now.scores.detach().min().exp()) > _ENOUGH and bool(now.first.all())
 
 
 Targets = Mapping[int, tuple[Tensor, Tensor]]  # of each layer, weights at the places, and what is added there
@@ -249,18 +368,24 @@ def targets(
 ) -> Targets:
     """Compute, for each layer, the weights [places, entries] and what must be added there [places, model_dim]."""
     parts: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
-    for done, (fact, where) in enumerate(zip(facts, places, strict=True), 1):
-        about = None
-        if fact.subject and leads:
-            text = f"{leads[0]}{fact.subject}{_ABOUT}"
-            about = _place(subject.tokenizer, text, len(leads[0]), fact.subject, ())
-        wanted = _target(subject, layers, where, about, method)
-        with _adding(layers, wanted, where):
-            calls = calls_of(layers, lambda where=where: run(subject, [place.ids for place in where]))
-        for call in calls:
-            rows = call.first[torch.arange(len(where)), [place.position for place in where]].double().cpu()
-            kept = rows.mean(dim=0, keepdim=True) if method.mean else rows
-            parts[call.name].append((kept, wanted[call.name].double().cpu().expand(len(kept), -1)))
+    for start in range(0, len(facts), _TOGETHER):
+        some, where = facts[start : start + _TOGETHER], places[start : start + _TOGETHER]
+        kept = [_about(subject, fact, leads) for fact in some]
+        found = _descend(subject, layers, list(zip(where, kept, strict=True)), method)
+        for spots, wanted in zip(where, found, strict=True):
+            columns = [spot.position for spot in spots]
+            with _adding(layers, {layer: vector[None] for layer, vector in wanted.items()}, columns):
+                calls = calls_of(layers, lambda spots=spots: run(subject, [spot.ids for spot in spots]))
+            for call in calls:
+                rows = call.first[torch.arange(len(spots)), columns].double().cpu()
+                kept = rows.mean(dim=0, keepdim=True) if method.mean else rows
+                parts[call.name].append((kept, wanted[call.name].double().cpu().expand(len(kept), -1)))
         if progress is not None:
-            progress(done, len(facts), "facts")
+            progress(start + len(some), len(facts), "facts")
     return {layer: (torch.cat([w for w, _ in some]), torch.cat([x for _, x in some])) for layer, some in parts.items()}
+
+
+def _about(subject: Subject, fact: Fact, leads: Sequence[str]) -> list[Spot]:
+    if not fact.subject or not leads:
+        return []
+    return [spot_of(subject.tokenizer, f"{leads[0]}{fact.subject}{_ABOUT}", len(leads[0]), fact.subject)]

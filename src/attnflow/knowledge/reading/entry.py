@@ -134,7 +134,7 @@ def removal(
 def _located(subject: Subject, id: int, layer: int | None, head: int) -> LocatedEntry:
     by_layer = {reader.layer: reader for reader in readers(subject.model)}
     base = next((reader.base for reader in by_layer.values() if isinstance(reader, LayerEntries)), None)
-    if base is not None:
+    if base is not None and isinstance(by_layer.get(-1 if layer is None else layer), LayerEntries | None):
         try:
             at = base.layer_of([id])[0]
         except KeyError:
@@ -247,7 +247,11 @@ def _nearest(subject: Subject, entry: LocatedEntry, head: int, count: int, names
 
     here = torch.tensor([entry.place], device=subject.device)
     width = values(entry.reader, here).shape[-1]
-    layers = [layer for layer in readers(subject.model) if isinstance(layer, LayerEntries)]
+    layers = [
+        layer
+        for layer in readers(subject.model)
+        if isinstance(layer, LayerEntries) and layer.letter == entry.reader.letter
+    ]
     alike = [layer for layer in layers if layer.layout.model_dim == width] or [entry.reader]
     for vectors in (values, keys):
         vector = vectors(entry.reader, here)[0]

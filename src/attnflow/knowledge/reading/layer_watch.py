@@ -14,7 +14,7 @@ from torch.nn import functional
 from attnflow.knowledge.layered import LayerReader
 from attnflow.knowledge.reader import LayerReading, distinct
 from attnflow.knowledge.reading.direct_effect import Directions, Stream, wide
-from attnflow.knowledge.reading.provenance import By, LayerTrace
+from attnflow.knowledge.reading.provenance import Beside, By, LayerTrace
 
 _WEIGHTS: Final = 1 << 22  # weights that are worked on at once, of all entries and as many tokens as that allows
 _BLOCK: Final = 1 << 13  # entries whose values are held at once
@@ -61,7 +61,20 @@ class LayerWatch:
             effect = None if gradient is None else gradient[rows].to(kind)
             table = self._tabled(scores[rows].to(kind), weights[rows].to(kind), None if ids is None else ids[rows])
             self.pieces.append(self._strongest(*table, effect, direct, by))
+        self._beside = tuple(self._parts(reading))
         self._reading = None
+
+    def _parts(self, reading: LayerReading) -> Generator[Beside]:
+        bias = self.reader.output_bias
+        parts = dict(reading.beside)
+        if parts and bias is not None:
+            parts["bias"] = bias.detach().expand(parts["error"].shape)
+        for name, written in parts.items():
+            vectors = self._stream.pick(written)
+            towards = None if self.towards is None else self._stream.pick(self.towards)
+            rows = (towards, None if self.frozen is None else self.frozen.rows)
+            effects = [None if row is None else (vectors * row).sum(dim=-1).cpu() for row in rows]
+            yield Beside(name, vectors.norm(dim=-1).cpu(), *effects)
 
     def joined(self, name: str) -> Tensor:
         return torch.cat([piece[name] for piece in self.pieces])
@@ -93,6 +106,8 @@ class LayerWatch:
             self.joined("explained").cpu(),
             direct.get(("entries", layer)),
             direct.get(("attention", layer)),
+            letter=self.reader.letter,
+            beside=self._beside,
         )
 
     def _tabled(self, scores: Tensor, weights: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -41,13 +41,27 @@ class Fired:
     text: str = ""  # the entry's text, "" if unknown
     neuron: int = 0  # number of the entry within its layer, as in `name`
     block: int = 0  # number of the model's layer
+    letter: str = "N"  # of the name: "F" for a feature of a transcoder or autoencoder
     promotes: tuple[str, ...] = ()  # the tokens whose logits weight times value raises most
     suppresses: tuple[str, ...] = ()  # those that it lowers most
 
     @property
     def name(self) -> str:
         """The entry as the field writes it, such as "L24N1005"."""
-        return f"L{self.block}N{self.neuron}"
+        return f"L{self.block}{self.letter}{self.neuron}"
+
+
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """What a layer with features writes beside them: "error", "bias", "skip"; with the entries its whole output.
+
+    Norms and effects are as in `Fired`.
+    """
+
+    name: str
+    norms: Float[Tensor, " positions"]
+    effects: Float[Tensor, " positions"] | None
+    direct_effects: Float[Tensor, " positions"] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +93,8 @@ class LayerTrace:
     attention_effect: Float[Tensor, " positions"] | None = None  # direct effect of the same block's attention, or None
     ablated_effects: Float[Tensor, "positions kept"] | None = None  # as in `Fired`; NaN for entries not taken out
     probability_effects: Float[Tensor, "positions kept"] | None = None
+    letter: str = "N"  # of the names of its entries
+    beside: tuple[Beside, ...] = ()  # only of features
 
 
 @dataclass(frozen=True)
@@ -232,7 +248,17 @@ class Trace(Result):
         cells = [[name, *map(show, fired)] for name, show in columns.items()]
         cells = [column for column in cells if any(column[1:]) or not fired]  # some models have no effects, or no words
         left = [at for at, column in enumerate(cells) if column[0] == "token" or column[0].startswith("text")]
-        return aligned([*zip(*cells, strict=True)], left)
+        return "\n".join([aligned([*zip(*cells, strict=True)], left), *self._besides(position, layer)])
+
+    def _besides(self, position: int | None, layer: int | None) -> Iterator[str]:
+        """A line for each layer with features: what is written beside them, at one position or on average."""
+        rows = slice(None) if position is None else slice(row := self.row(position), row + 1)
+        for one in self.layers if layer is None else (self.layer(layer),):
+            parts = [f"{part.name} {float(part.norms[rows].mean()):.3g}" for part in one.beside]
+            if parts:
+                effects = [part.effects for part in one.beside if part.name == "error" and part.effects is not None]
+                effect = "".join(f", effect of the error {float(some[rows].sum()):+.3g}" for some in effects)
+                yield f"L{one.block} beside features, in norm: {', '.join(parts)}{effect}"
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each kept entry of each token and layer."""
@@ -265,6 +291,7 @@ class Trace(Result):
             up, down = sides if rest[2] > 0 else sides[::-1]  # by the sign of its weight here
             place = (one.layer, position, self.tokens[position], target, entry, head)
             about: dict[str, Any] = {"text": self.texts.get(entry, ""), "neuron": neuron, "block": one.block}
+            about["letter"] = one.letter
             fired.append(Fired(*place, *cast(Any, rest), **about, promotes=up, suppresses=down))
         return fired
 

@@ -114,7 +114,7 @@ def writers(
     listed: list[WritingEntry] = []
     for cosine, push, reader, head, place in sorted(best, key=lambda found: -abs(found[0]))[:count]:
         block, offset = numbered[reader]
-        name = f"L{block}N{offset + head * reader.num_entries + place}"
+        name = f"L{block}{reader.letter}{offset + head * reader.num_entries + place}"
         entry = int(reader.ids(torch.tensor([place], device=subject.device))[0])
         listed.append(WritingEntry(name, reader.layer, entry, head, cosine, push))
     return TokenWriters(subject.name, subject.texts([wanted])[0], wanted, tuple(listed))

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from attnflow.knowledge.layered import ExpertEntries, LayerEntries, LayerReader, observed, readers
+from attnflow.knowledge.layered import ExpertEntries, LayerReader, observed, readers
 from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.results import ActivityReport, LayerActivity
 from attnflow.models.passes.watching import Call, Watch
@@ -68,8 +68,8 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
         elif mask is not None and steps and tokens == (len(mask) * steps,):  # a batch that was flattened
             counted = mask[:, mask.shape[1] - steps :].flatten()
         # Another total means that entries were passed in place of the model's base.
-        total = None if reading.certificate is None else reading.certificate.total
-        if reading.ids is not None and (isinstance(reader, LayerEntries) or total == reader.num_entries):
+        total = reader.num_entries if reading.certificate is None else reading.certificate.total
+        if reading.ids is not None and total == reader.num_entries:
             counts.may_read(reading.layer, reader.ids(torch.arange(reader.num_entries, device=reading.ids.device)))
         fires = reading.scores[0] > 0 if isinstance(reader, ExpertEntries) else None  # gates of any function
         counts.see(reading, reader.ids, counted, fires)

@@ -6,7 +6,8 @@ import os
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, Literal, NoReturn, get_args
+from pathlib import Path
+from typing import Any, Final, Literal, NoReturn, get_args
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from attnflow.knowledge.retrieval import Neighbours
 from attnflow.knowledge.store import entry
 from attnflow.knowledge.store.approximate import ApproximateSearch
 from attnflow.knowledge.store.entry import StoredEntry, StoreStats, Vectors
+from attnflow.knowledge.store.export import export, to_pandas
 from attnflow.knowledge.store.rows import EntryRows
 from attnflow.knowledge.store.table import MEMORY, EntryTable, StoreError, check_uri
 
@@ -282,21 +284,22 @@ class Store:
     def stats(self) -> StoreStats:
         """The store's size, search mode, encoders and snapshots."""
         with self._lock:
-            rows, table, searched = self.now(), self._table, self._approximate
+            rows, searched = self.now(), self._approximate
             later = "" if searched is None else f"; an approximate search {searched}"
-            return StoreStats(
-                uri=self.uri,
-                backend=self.backend,
-                count=len(rows),
-                dim=self.dim,
-                num_thresholds=self.num_thresholds,
-                bytes_on_disk=table.bytes_on_disk(),
-                mode=self._mode(),
-                reason=f"up to {MOST_EXACT:,} entries, all are compared{later}",
-                versions=table.counts("version"),
-                encoders={name or "": count for name, count in table.counts("encoder").items()},
-                snapshots=tuple(table.snapshots()),
-            )
+            reason = f"up to {MOST_EXACT:,} entries, all are compared{later}"
+            return StoreStats(count=len(rows), mode=self._mode(), reason=reason, **self._table.about())
+
+    def to_pandas(self) -> Any:
+        """All entries as a `pandas.DataFrame`, with vectors; `ImportError` without pandas."""
+        with self._lock:
+            self.now()
+            return to_pandas(self._table)
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write all entries, in batches, to a `.parquet` file, or to a `.csv` file without vectors and thresholds."""
+        with self._lock:
+            self.now()
+            return export(self._table, path)
 
     def refresh(self) -> None:
         """Read what another process has written since this store was opened or refreshed."""
@@ -381,10 +384,7 @@ class Store:
             vectors = entry.matrix("embeddings", embeddings, self.dim)
             shape = count, columns = len(vectors), self.num_thresholds
             added = entry.matrix("thresholds", np.zeros(shape) if thresholds is None else thresholds, columns, count)
-            first = self._table.highest + 1
-            if ids is None and first + count > 2**63:
-                raise ValueError("the largest id of this store is the largest integer, so pass ids yourself")
-            keys = np.arange(first, first + count) if ids is None else entry.identifiers("ids", ids, count)
+            keys = self._table.next_ids(count) if ids is None else entry.identifiers("ids", ids, count)
             known = np.flatnonzero(rows.places(keys) >= 0)
             if len(known) and not replaces:
                 listed = preview(keys[known])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
+from time import sleep
 from typing import Any, Final
 
 import numpy as np
@@ -159,6 +160,34 @@ class EntryTable:
             values = self._table.search().select([name]).to_arrow()[name]
         return {pair["values"]: pair["counts"] for pair in values.value_counts().to_pylist()}
 
+    @property
+    def schema(self) -> Any:
+        return self._table.schema
+
+    def batches(self) -> Generator[Any]:
+        """All columns of all rows, in batches."""
+        with failures(f"the store {self.uri} cannot be read"):
+            yield from self._table.search().to_batches()
+
+    def next_ids(self, count: int) -> IntArray:
+        first = self.highest + 1
+        if first + count > 2**63:
+            raise ValueError("the largest id of this store is the largest integer, so pass ids yourself")
+        return np.arange(first, first + count)
+
+    def about(self) -> dict[str, Any]:
+        """What `StoreStats` says of the table itself."""
+        return {
+            "uri": self.uri,
+            "backend": MEMORY if self.uri == MEMORY else "lancedb",
+            "dim": self.dim,
+            "num_thresholds": self.num_thresholds,
+            "bytes_on_disk": self.bytes_on_disk(),
+            "versions": self.counts("version"),
+            "encoders": {name or "": count for name, count in self.counts("encoder").items()},
+            "snapshots": tuple(self.snapshots()),
+        }
+
     def put(self, columns: Mapping[str, Iterable[Any]], vectors: Floats) -> bool:
         arrow, schema = self._arrow, self._table.schema
         vector = arrow.FixedSizeListArray.from_arrays(np.ascontiguousarray(vectors).ravel(), vectors.shape[1])
@@ -201,7 +230,9 @@ class EntryTable:
             tagged = {tag["version"] for tag in self._table.tags.list().values()}
             dates = [old["timestamp"] for old in self._table.list_versions() if old["version"] in tagged]
             ages = [datetime.now(date.tzinfo) - date + timedelta(minutes=1) for date in dates]
-            self._table.optimize(cleanup_older_than=max([keep, *ages]))
+            for _ in range(2):  # it first makes a version itself, which is then too young to be dropped
+                self._table.optimize(cleanup_older_than=max([keep, *ages]))
+                sleep(0.002)
             self._version, self._commits = self._table.version, 0
 
     def bytes_on_disk(self) -> int | None:

@@ -47,8 +47,9 @@ class FeedForward:
         return self.gated and len(self.first) == 1
 
 
+PER_LAYER: Final = ("per_layer_input_gate",)
+ADAPTED: Final = "base_layer"  # of an adapter (PEFT): the module that it changes
 # The first that fits holds, in names and in shapes.
-_ADAPTED: Final = "base_layer"  # of an adapter (PEFT): the module that it changes
 FEED_FORWARD: Final = (
     FeedForward(("gate_proj", "up_proj"), "down_proj", gated=True),
     FeedForward(("gate_proj.linear", "up_proj.linear"), "down_proj.linear", gated=True),
@@ -70,7 +71,7 @@ FEED_FORWARD: Final = (
     FeedForward(("lin1",), "lin2"),
     FeedForward(("linear1",), "linear2"),
     FeedForward(("linear_left",), "linear_right"),  # of low rank, without an activation between (Gemma 3n)
-    FeedForward(("per_layer_input_gate",), "per_layer_projection"),  # times what a table holds for the token (Gemma 3n)
+    FeedForward(PER_LAYER, "per_layer_projection"),  # times what a table holds for the token (Gemma 3n)
     FeedForward(("ffn",), "ffn_output"),
     FeedForward(("wi",), "wo"),
     FeedForward(("up_proj",), "down_proj"),
@@ -100,17 +101,17 @@ class PackedExperts:
     def parts(self) -> int:
         return 1 + self.gated
 
-    def keys(self, module: nn.Module) -> Tensor:
+    def keys(self, module: object) -> Tensor:
         """Keys, [E, parts, n, d], a view."""
         weight = cast(Tensor, getattr(module, self.first))
         return self._by_part(weight.transpose(1, 2) if self.transposed else weight)
 
-    def thresholds(self, module: nn.Module) -> Tensor | None:
+    def thresholds(self, module: object) -> Tensor | None:
         """Biases of `first`, [E, parts, n], a view; None without."""
         bias = cast("Tensor | None", getattr(module, self.first + _BIAS, None))
         return None if bias is None else self._by_part(bias)
 
-    def values(self, module: nn.Module) -> Tensor:
+    def values(self, module: object) -> Tensor:
         """Values, [E, n, d], a view."""
         weight = cast(Tensor, getattr(module, self.last))
         return weight if self.transposed else weight.transpose(1, 2)
@@ -186,6 +187,7 @@ def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) ->
             for name, p in here.items()
             if not (p.ndim == 2 and (len(p) == 1 or any(len(p) == n and name.startswith(at) for at, n in rows)))
         }
+    covered |= {id(parameter) for parameter in rest.values()}
     maps: dict[type, set[str]] = {}
     for site in sites:
         if isinstance(site, FeedForward):
@@ -205,7 +207,7 @@ def stored(module: nn.Module) -> Tensor:
 
 def applied(module: nn.Module) -> Tensor:
     """The matrix [out, in] that a linear map applies: of one in adapters, what it makes of the rows of an identity."""
-    inner = stored(getattr(module, _ADAPTED, module)).detach()
+    inner = stored(getattr(module, ADAPTED, module)).detach()
     if isinstance(module, nn.Linear | Conv1D):
         return inner
     identity = torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device)
@@ -274,7 +276,7 @@ def _linear(module: nn.Module, path: str) -> nn.Module | None:
     inner: nn.Module | None = module
     for name in path.split("."):
         inner = None if inner is None else inner._modules.get(name)
-    inner = getattr(inner, _ADAPTED, inner)
+    inner = getattr(inner, ADAPTED, inner)
     return inner if isinstance(inner, nn.Linear | Conv1D) else None
 
 

@@ -141,7 +141,8 @@ def read_addon(folder: str | os.PathLike[str], kind: str) -> Addon:
         raise ValueError(f"{path} is damaged or not a saved {kind}: its header cannot be read") from error
     if stored != (kind, _VERSION):
         raise ValueError(
-            f"{path} holds a {stored[0]} of version {stored[1]}, not a {kind} of version {_VERSION}; update attnflow"
+            f"{path} is an add-on {stored[0]} of version {stored[1]}, expected {kind} of version {_VERSION}; update "
+            "attnflow"
         )
     if not whole or not all(isinstance(part, Mapping) for part in parts):
         raise ValueError(f"{path} is damaged or was edited: its digest differs from the saved one")

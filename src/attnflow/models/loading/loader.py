@@ -229,6 +229,11 @@ def _missing_tensors(
     extra = sorted(report["unexpected_keys"])
     if adapters := [name for name in extra if _ADAPTER.search(name)]:
         raise BadCheckpoint(f"{place} holds an adapter that is not merged ({preview(adapters, 1)}): {MERGE}")
+    if "knowledge.entries" in extra:
+        raise BadCheckpoint(
+            f"{place} holds a model that knowledge.from_ffn converted, with entries in place of feed-forward weights: "
+            f"load its state dict into from_ffn(model), where model is the {kind} that it was made of, and save that"
+        )
     if 2 * len(missing) > len(state) or len(extra) > len(state) - len(missing):
         raise BadCheckpoint(
             f"{place} holds the weights of another model than its config describes: {len(missing)} of {len(state)} "

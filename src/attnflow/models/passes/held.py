@@ -188,7 +188,8 @@ class HeldPass:
         model = self.subject.model
         layers = {f"{p}.{name}": layer for p in self.halves for name, layer in model.get_submodule(p).named_children()}
         whole = {path: m for prefix in self.halves for path, m in self._whole(prefix)}
-        quiet = {inner for m in (*whole.values(), *self._writers) for inner in m.modules()}  # nothing held passes
+        cut = (*whole.values(), *self._writers, *self._scorers.values())
+        quiet = {inner for module in cut for inner in module.modules()}  # nothing held passes
         small = {n: m for n, m in model.named_modules() if may_be_norm(m) and m not in quiet}
         with ExitStack() as stack:
             stack.enter_context(Watch(small, leave=self._held_small))

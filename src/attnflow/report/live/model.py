@@ -34,11 +34,11 @@ from attnflow.report.knowledge import ABLATED, active_shares, written
 from attnflow.report.live import entries
 from attnflow.report.live.entries import number, numbers, table
 from attnflow.report.live.operations import Message, Reply
-from attnflow.report.live.prompts import Prompts
+from attnflow.report.live.prompts import Given, Prompts, kept
 from attnflow.report.live.session import answered
 
 MAX_CHARACTERS: Final = 4000
-MAX_TOKENS: Final = 64
+MAX_TOKENS: Final = 200
 _TEXT: Final = "When Mary and John went to the store, John gave a drink to"  # to begin with
 _IDS: Final = "5 6 7 8 9 10 11 12"  # in its place for a model without a tokenizer
 _TERMS: Final = 12  # of a score, listed
@@ -51,10 +51,10 @@ class ModelSession:
     def __init__(self, name: str, bias_folder: str | None = None) -> None:
         self._name, self._bias = name, bias_folder
         self._loaded: Loaded | None = None
-        self._map = lru_cache(_RESULTS)(bias.capture)
-        self._trace = lru_cache(_RESULTS)(knowledge.trace)
+        self._map = kept(_RESULTS, bias.capture)
+        self._trace = kept(_RESULTS, knowledge.trace)
         self._report = lru_cache(_RESULTS)(knowledge.entry)
-        self._reading = lru_cache(1)(geometry.reading)  # its pass is large
+        self._reading = kept(1, geometry.reading)  # its pass is large
         self._with_entries: Loaded | None = None  # the model, converted once
         # Each with plain data in and out; all but the first and "geometry" are about a "text".
         self._questions: Mapping[str, Callable[[Loaded, Message, Progress], Reply]] = {
@@ -67,7 +67,7 @@ class ModelSession:
             "passages": self._passages,  # where in the text, and in the sonnets, that "entry" has the largest weights
             "without": self._without,  # the next token after a "position" with that "entry" and without it
             "why": self._why,  # why a "head" of a "layer" (by default the telling one) looks from a "query" to a "key"
-            **Prompts(_ids).questions,  # the flow of one answer
+            **Prompts(_given).questions,  # the flow of one answer
         }
 
     def handle(self, message: Message, progress: Progress) -> Reply:
@@ -94,13 +94,14 @@ class ModelSession:
             "bias": any(layer_biases(model)),
             "reads": reads,
             "text": _TEXT if reads else _IDS,
-            "max_tokens": MAX_TOKENS,
+            "halves": Subject.of(loaded).encodes_and_decodes,
             "max_characters": MAX_CHARACTERS,
         }
 
     def _audited(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
-        ids, subject = _ids(loaded, message), Subject.of(loaded)
-        report = audit.check(loaded, subject.sample(ids), progress=progress)
+        subject = Subject.of(loaded)
+        inputs = subject.sample(_given(loaded, message).ids)
+        report = audit.check(loaded, inputs, progress=progress)
         return {
             "verdict": report.verdict,
             "total": len(report.violations),
@@ -113,7 +114,7 @@ class ModelSession:
                 for stack, names, rows in strips_of(report.modules)
             ],
             "watched": len(report.modules),
-            "tokens": [token_label(text) for text in subject.texts(ids)],
+            "tokens": [token_label(text) for ids in inputs.values() for text in subject.texts(ids[0].tolist())],
             "facts": effort(report),
             "notes": report.notes,
         }
@@ -121,7 +122,7 @@ class ModelSession:
     def _biased(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
         progress(0, 0, "two forward passes")
         layer = _optional(message, "layer")
-        bias_map = self._map(loaded, _ids(loaded, message))
+        bias_map = self._map(loaded, _given(loaded, message))
         values, allowed = table_of(bias_map, layer)
         tokens, rank = [token_label(token) for token in bias_map.tokens], bias_map.energy(1)
         sides = [f"layer {one.layer}" for one in bias_map]
@@ -168,24 +169,24 @@ class ModelSession:
 
     def _passages(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
         model, one, place = self._place(loaded, message, progress)
-        ids = _ids(loaded, message)
-        texts = (ids,) if loaded.tokenizer is None else (str(message["text"]), *entries.sonnets())
+        given = _given(loaded, message)
+        texts = (given.ids,) if loaded.tokenizer is None else (str(message["text"]), *entries.sonnets())
         return entries.fires(knowledge.entry(model, one, texts=texts, progress=progress, **place))
 
     def _without(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
         model, one, place = self._place(loaded, message, progress)
         position = as_integer(message.get("position", -1), "position")
-        return entries.removed(removal(model, one, _ids(loaded, message), position=position, **place))
+        return entries.removed(removal(model, one, _given(loaded, message).inputs, position=position, **place))
 
     def _why(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
         layer = as_integer(message.get("layer"), "layer")
         head, query, key = (_optional(message, name) for name in ("head", "query", "key"))
-        ids = _ids(loaded, message)
+        given = _given(loaded, message)
         progress(0, 0, "a forward pass, and the components of the residual stream")
-        handle, at = self._reading(loaded, ids), -1 if query is None else query
+        handle, at = self._reading(loaded, given), -1 if query is None else query
         found = handle.explain(layer, query=at)
         telling = handle.telling_head(layer, at) if head is None else head
-        return explained(found, telling, key, Subject.of(loaded).texts(ids))
+        return explained(found, telling, key, Subject.of(loaded).texts(given.said or given.ids))
 
     def _opened(self, loaded: Loaded, progress: Progress) -> Loaded:
         if self._with_entries is None:
@@ -195,11 +196,11 @@ class ModelSession:
         return self._with_entries
 
     def _fired(self, loaded: Loaded, message: Message, progress: Progress, ablate: int = 0, **options: Any) -> Trace:
-        ids = _ids(loaded, message)
+        given = _given(loaded, message)
         opened = self._opened(loaded, progress)
         copies = f", and one of {ablate + 1} copies of the text" if ablate else ""
         progress(0, 0, f"two forward passes{copies}")
-        return self._trace(opened, ids, ablate=ablate, **options)
+        return self._trace(opened, given, ablate=ablate, **options)
 
     def _place(self, loaded: Loaded, message: Message, progress: Progress) -> tuple[Loaded, int, dict[str, Any]]:
         one, head = as_integer(message.get("entry"), "entry"), as_integer(message.get("head", 0), "head")
@@ -226,15 +227,31 @@ def _load(name: str, folder: str | None, progress: Progress) -> Loaded:
     return loaded
 
 
-def _ids(loaded: Loaded, message: Message, most: int = MAX_TOKENS) -> tuple[int, ...]:
-    text = as_text(message.get("text"), "text")
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"a text has at most {MAX_CHARACTERS:,} characters here, got {len(text):,}")
+def _given(loaded: Loaded, message: Message) -> Given:
+    subject, tokenizer = Subject.of(loaded), loaded.tokenizer
+    text, said = (as_text(message.get(name, empty), name) for name, empty in (("text", None), ("said", "")))
+    if len(text) + len(said) > MAX_CHARACTERS:
+        raise ValueError(f"a text has at most {MAX_CHARACTERS:,} characters here, got {len(text) + len(said):,}")
+    if tokenizer is None:
+        ids, more = _numbers(text), _numbers(said)
+    else:
+        ids, more = text, tokenizer(said, add_special_tokens=False)["input_ids"] if said else ()
+    read = subject.sample(ids)["input_ids"][0].tolist()
+    if len(read) + len(more) > MAX_TOKENS:
+        raise ValueError(f"a text has at most {MAX_TOKENS} tokens here, got {len(read) + len(more)}: shorten it")
+    if not subject.encodes_and_decodes:
+        return Given(tuple(read))
+    start = getattr(subject.config, "decoder_start_token_id", None)
+    if start is None:
+        raise ValueError("the model's config has no decoder_start_token_id: its decoder has no token to begin with")
+    return Given(tuple(read), (start, *more))
+
+
+def _numbers(text: str) -> list[int]:
     words = text.replace(",", " ").split()
-    if loaded.tokenizer is None and not all(word.isdecimal() and len(word) < 10 for word in words):
+    if not all(word.isdecimal() and len(word) < 10 for word in words):
         raise ValueError("this model has no tokenizer: type token ids, such as 5 6 7")
-    read = text if loaded.tokenizer is not None else [int(word) for word in words]
-    return tuple(Subject.of(loaded).sample(read, most)["input_ids"][0].tolist())
+    return [int(word) for word in words]
 
 
 def _geometry(scores: GeometryScores) -> Reply:

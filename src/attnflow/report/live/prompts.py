@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final, NamedTuple
+
+import torch
 
 from attnflow import audit, explain, geometry
 from attnflow._core.errors import UnsupportedArchitecture
@@ -22,15 +24,36 @@ from attnflow.report.live.entries import labels, number, numbers, table
 from attnflow.report.live.operations import Message, Reply
 from attnflow.report.live.tiles import tile
 
-MAX_TOKENS: Final = 200
 _LIKELY: Final = 6  # answers that are named
 _KEPT: Final = 2  # prompts whose pass is kept: two are compared
 _ENTRIES: Final = 120  # that are listed
-_COVERED: Final = (5, 20, 80)
+_COVERED: Final = (5, 20, 30, 80, 200)
 _LEADING: Final = 8  # sources of an entry, and components of a score
 
-Ids = tuple[int, ...]
 Asked = tuple[int | str | None, int | str | None, int | None]  # answer, against, position
+
+
+class Given(NamedTuple):
+    """The token ids of a text; for an encoder-decoder also those that its decoder has, first that which begins it."""
+
+    ids: tuple[int, ...]
+    said: tuple[int, ...] = ()
+
+    @property
+    def inputs(self) -> Any:
+        if not self.said:
+            return self.ids
+        return {"input_ids": torch.tensor([self.ids]), "decoder_input_ids": torch.tensor([self.said])}
+
+
+def kept(count: int, verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the last results of a verb that reads a text."""
+
+    @lru_cache(count)
+    def called(loaded: Loaded, given: Given, **options: Any) -> Any:
+        return verb(loaded, given.inputs, **options)
+
+    return called
 
 
 @dataclass
@@ -43,7 +66,7 @@ class _Prompt:
 
 
 class Prompts:
-    """Answers about prompts of one model; `ids_of` reads the text of a message.
+    """Answers about prompts of one model; `given` reads the text of a message.
 
     - `next` of a "text": the most likely tokens at a "position";
     - `explain`: the flow of the "answer" (a token's number or text; by default the likeliest) less "against";
@@ -53,10 +76,10 @@ class Prompts:
     - `fired` of an entry by "layer", "entry", "position" and "half": what made it fire.
     """
 
-    def __init__(self, ids_of: Callable[[Loaded, Message, int], Ids]) -> None:
-        self._ids_of = ids_of
+    def __init__(self, given: Callable[[Loaded, Message], Given]) -> None:
+        self._given = given
         self._prompt = lru_cache(_KEPT)(_read)
-        self._scores = lru_cache(_KEPT)(geometry.reading)
+        self._scores = kept(_KEPT, geometry.reading)
         self._order = lru_cache(_KEPT)(_declared)
 
     @property
@@ -71,14 +94,14 @@ class Prompts:
         }
 
     def _prompt_of(self, loaded: Loaded, message: Message) -> _Prompt:
-        return self._prompt(loaded, self._ids_of(loaded, message, MAX_TOKENS))
+        return self._prompt(loaded, self._given(loaded, message))
 
     def _next(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
         progress(0, 0, "a forward pass")
-        ids = self._ids_of(loaded, message, MAX_TOKENS)
+        given = self._given(loaded, message)
         likely = self._prompt_of(loaded, message).handle.likely(_LIKELY, _optional(message, "position"))
         return {
-            "tokens": [token_label(text) for text in Subject.of(loaded).texts_in_sequence(list(ids))],
+            "tokens": [token_label(text) for text in Subject.of(loaded).texts_in_sequence(given.said or given.ids)],
             "likely": [{"id": token, "token": text, "chance": number(chance)} for token, text, chance in likely],
         }
 
@@ -98,13 +121,13 @@ class Prompts:
     def _edge(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
         handle, found = self._explained(loaded, message, progress)
         edge = _edge_of(found, message)
-        ids = self._ids_of(loaded, message, MAX_TOKENS)
-        reply: Reply = {"edge": _line(edge), **self._allowed(loaded, ids, edge)}
+        given = self._given(loaded, message)
+        reply: Reply = {"edge": _line(edge), **self._allowed(loaded, given, edge)}
         progress(0, 0, f"the scores of layer {edge.layer}")
         if edge.half == "encoder":
             return {**reply, "why": None, "note": "The scores of an encoder's own attention are not taken apart here."}
         try:
-            row = self._scores(loaded, ids).explain(
+            row = self._scores(loaded, given).explain(
                 edge.layer, query=edge.query, attention="cross" if edge.half else "self"
             )
             reply |= {"keys": list(row.keys), "weights": table(row.weights)}
@@ -115,8 +138,8 @@ class Prompts:
         except (UnsupportedArchitecture, ValueError) as error:
             return {**reply, "why": None, "note": f"{error}"}
 
-    def _allowed(self, loaded: Loaded, ids: Ids, edge: Edge) -> Reply:
-        flow = None if edge.half else self._order(loaded, ids)
+    def _allowed(self, loaded: Loaded, given: Given, edge: Edge) -> Reply:
+        flow = None if given.said else self._order(loaded, given.ids)
         if flow is None:
             return {"tile": None, "depth": None}
         mask = flow.masks[min(edge.layer, len(flow.masks) - 1)]
@@ -161,11 +184,11 @@ class Prompts:
         }
 
 
-def _read(loaded: Loaded, ids: Ids) -> _Prompt:
-    return _Prompt(explain.reading(loaded, ids))
+def _read(loaded: Loaded, given: Given) -> _Prompt:
+    return _Prompt(explain.reading(loaded, given.inputs))
 
 
-def _declared(loaded: Loaded, ids: Ids) -> Flow | None:
+def _declared(loaded: Loaded, ids: tuple[int, ...]) -> Flow | None:
     subject = Subject.of(loaded)
     try:
         flow = audit.declared_order(subject.inside.model, subject.read_one(ids))
