@@ -58,7 +58,7 @@ class Writer:
             return self.site.num_experts * self.site.neurons
         if isinstance(self.site, TableRows):
             return self.site.num_entries
-        return self.site.num_entries * len(self.site.values(self.site.every()[:1]))  # of each head
+        return self.site.span * len(self.site.values(self.site.every()[:1]))  # of each head
 
     @cached_property
     def values(self) -> Tensor:
@@ -137,7 +137,7 @@ class Writer:
             weights, every = table, places
         values = reader.values(every).detach().to(weights)
         for head in range(weights.shape[1]):
-            yield Chunk(rows, rows, head * reader.num_entries + every, weights[:, head], values[head])
+            yield Chunk(rows, rows, head * reader.span + every, weights[:, head], values[head])
 
 
 def _routed(experts: nn.Module, call: Call) -> tuple[Tensor, list[Tensor]]:
@@ -257,7 +257,6 @@ class Entries:
         """The texts of a store's entries, and the tokens of a table's; "" for others."""
         if isinstance(writer.site, TableRows):
             return writer.site.subject.texts(entries)
-        source = writer.site.current() if isinstance(writer.site, SharedReader) else None
-        if not isinstance(source, EntrySource):
+        if not isinstance(writer.site, SharedReader) or not isinstance(source := writer.site.current(), EntrySource):
             return [""] * len(entries)
-        return [entry.text or "" for entry in source.store.get([number % writer.num_entries for number in entries])]
+        return [entry.text or "" for entry in source.store.get([number % writer.site.span for number in entries])]

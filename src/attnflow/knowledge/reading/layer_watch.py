@@ -131,7 +131,7 @@ class LayerWatch:
     def _numbered(self, places: Tensor, heads: Tensor) -> tuple[Tensor, int]:
         """Numbers of entries within their layer of the model, and that layer's number; see `layered.numbering`."""
         block, offset = self._stream.numbers[self.reader]
-        return (offset + heads * self.reader.num_entries + places).masked_fill(places < 0, -1).cpu(), block
+        return (offset + heads * self.reader.span + places).masked_fill(places < 0, -1).cpu(), block
 
     def _strongest(
         self, scores: Tensor, weights: Tensor, places: Tensor, towards: Tensor | None, direct: Tensor | None, by: By

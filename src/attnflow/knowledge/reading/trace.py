@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.convert import from_ffn
-from attnflow.knowledge.layered import (
-    LayerReader,
-    SharedReader,
-    observed,
-    readers,
-    reads_entries,
-    unobserved,
-)
+from attnflow.knowledge.layered import LayerReader, SharedReader, observed, readers, reads_entries, unobserved
 from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.reading.direct_effect import Directions, Stream, directions, wide
 from attnflow.knowledge.reading.layer_watch import LayerWatch, promoted_tokens
@@ -45,16 +38,12 @@ def trace(
     by: By | None = ..., targets: Words = ..., against: Words = ..., promoted: int = ..., ablate: int = ...,
     tokenizer: PreTrainedTokenizerBase | None = ...,
 ) -> Trace: ...  # fmt: skip
-
-
 @overload
 def trace(
     model: nn.Module | Loaded, inputs: Prompts, *, positions: Positions | Sequence[Positions] = ..., top: int = ...,
     by: By | None = ..., targets: Words | Sequence[Words] = ..., against: Words | Sequence[Words] = ...,
     promoted: int = ..., ablate: int = ..., tokenizer: PreTrainedTokenizerBase | None = ...,
 ) -> list[Trace]: ...  # fmt: skip
-
-
 @overload
 def trace(
     model: nn.Module | Loaded, inputs: Text | Prompts, *, positions: Positions | Sequence[Positions] = ...,
@@ -62,8 +51,6 @@ def trace(
     against: Words | Sequence[Words] = ..., promoted: int = ..., ablate: int = ...,
     tokenizer: PreTrainedTokenizerBase | None = ...,
 ) -> Trace | list[Trace]: ...  # fmt: skip
-
-
 def trace(
     model: nn.Module | Loaded,
     inputs: Text | Prompts,
@@ -231,13 +218,7 @@ def _each(given: Any, count: int) -> list[Any]:
     return list(given)
 
 
-def _question(
-    subject: Subject,
-    inputs: Text,
-    positions: Positions,
-    targets: Words,
-    against: Words,
-) -> _Question:
+def _question(subject: Subject, inputs: Text, positions: Positions, targets: Words, against: Words) -> _Question:
     arguments = subject.read(inputs, ids=True)
     if len(arguments["input_ids"]) > 1:
         raise ValueError(f"trace takes one sequence, got {len(arguments['input_ids'])}: pass one row of the inputs")
@@ -351,13 +332,7 @@ def _positions(positions: Positions, size: int) -> list[int]:
     return sorted({position % size for position in chosen})
 
 
-def _targets(
-    wanted: Words,
-    ids: Sequence[int],
-    rows: Sequence[int],
-    subject: Subject,
-    logits: Tensor,
-) -> list[int]:
+def _targets(wanted: Words, ids: Sequence[int], rows: Sequence[int], subject: Subject, logits: Tensor) -> list[int]:
     """Return the given target ids; by default the next token, and after the last token the most likely one."""
     if wanted is None:
         return [ids[row + 1] if row + 1 < len(ids) else int(logits.argmax()) for row in rows]
