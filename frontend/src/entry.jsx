@@ -45,7 +45,7 @@ function Fired({ state, value, isBusy }) {
         <table class="numbers fired">
           <thead>
             <tr>
-              <th scope="col">layer · entry</th>
+              <th scope="col">entry</th>
               <th scope="col" class="n">direct</th><td />
               {isOut && <><th scope="col" class="n">ablated</th><td /><th scope="col" class="n" title="percentage points of its probability">points lost</th></>}
               <th scope="col">promotes here</th><th scope="col">suppresses here</th><th scope="col" class="n">score</th><th scope="col" class="n">weight</th><th scope="col" class="n">norm</th>
@@ -76,7 +76,7 @@ export function Entry({ state, value }) {
   const open = (entry, position = value.position) => state.openEntry(entry, position, text);
   return (
     <>
-      <h3>Entry {value.entry} <span class="aside n">layer {value.layer}{value.head ? `, head ${value.head}` : ""} · norm of its value {value.norm}</span></h3>
+      <h3>Entry {value.name} <span class="aside n">id {value.entry}{value.head ? `, head ${value.head}` : ""} · norm of its value {value.norm}</span></h3>
       <Tokens label="Token after which the next one is predicted" tokens={value.tokens} values={value.weights} chosen={value.position} disabled={isBusy} onPick={(position) => open(value, position)} words={(weight) => (weight ? `weight ${signed(weight)}` : "others are stronger")} />
       <p class="quiet">Coloured where the entry is among the strongest of its layer: blue with a positive weight, orange with a negative one, which exchanges up and down.</p>
       <Without state={state} value={value} isBusy={isBusy} />
@@ -154,11 +154,11 @@ function Nearest({ title, rows, isBusy, head, open }) {
     <figure class="chart" data-saved>
       <figcaption>{title} <Save name={title} isTable /></figcaption>
       <table class="numbers">
-        <thead><tr><th scope="col">layer · entry</th><th scope="col" class="n">cosine</th><th scope="col">pushes up</th></tr></thead>
+        <thead><tr><th scope="col">entry</th><th scope="col" class="n">cosine</th><th scope="col">pushes up</th></tr></thead>
         <tbody>
           {rows.map((one) => (
             <tr key={one.entry}>
-              <th scope="row" class="n"><button type="button" disabled={isBusy} onClick={() => open({ ...one, head })}>{one.layer} · {one.entry}</button></th>
+              <th scope="row" class="n"><button type="button" disabled={isBusy} onClick={() => open({ ...one, head })}>{one.name}</button></th>
               <td class="n">{fixed(one.cosine)}</td>
               <td>{one.words}</td>
             </tr>

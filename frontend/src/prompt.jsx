@@ -70,7 +70,7 @@ function Pane({ state, studio, pane }) {
           </figcaption>
         </figure>
       ) : (
-        !error && <p class="quiet waits">{state.error.value ? "The model has not been read." : state.info.value ? "The answer is being explained …" : "The model is being read …"}</p>
+        !error && !pane.likely.value.error && <p class="quiet waits">{state.error.value ? "The model has not been read." : state.info.value ? "The answer is being explained …" : "The model is being read …"}</p>
       )}
     </section>
   );
@@ -136,11 +136,13 @@ function Answer({ state, pane }) {
   const likely = pane.likely.value.value;
   if (!likely) return <div class="answer" />;
   const position = pane.position.value ?? likely.tokens.length - 1;
+  const end = flow?.position ?? (flow?.tokens.length ?? 0) - 1;
+  const at = flow?.reach.some((layers, other) => layers >= 0 && other > end) ? "at" : "after"; // as in BERT, which reads what follows, too
   const against = flow?.against.length ? flow.against.map((text) => `“${text.trim()}”`).join(" and ") : "the mean of all tokens";
   const isOld = pane.isStale.value;
   return (
     <div class={isOld ? "answer old" : "answer"}>
-      <h2>Why does it say “{seen(flow?.answer ?? likely.likely[0].token)}”? <span class="aside n">{flow ? <>after “{flow.tokens[flow.position ?? flow.tokens.length - 1]}”, logit {signed(flow.value)} above {against}</> : "…"}</span></h2>
+      <h2>Why does it say “{seen(flow?.answer ?? likely.likely[0].token)}”? <span class="aside n">{flow ? <>{at} “{flow.tokens[end]}”, logit {signed(flow.value)} above {against}</> : "…"}</span></h2>
       <ul class="likely" aria-label={`What may come after token ${position}`}>
         {likely.likely.map((one) => (
           <li key={one.id}>
@@ -174,7 +176,7 @@ function Lists({ pane, flow, onPick }) {
       <summary>The strongest lines and entries</summary>
       <div class="tables">
         <div class="scroll" tabIndex={0} role="region" aria-label="Lines" data-saved><Save name="lines" isTable /><table class="numbers lines-table"><Head of="head" /><tbody>{edges.map((edge) => <Row key={`${edge.name}${edge.query}.${edge.key}`} item={edge} what={`${textOf(flow, edge, "key")} (${edge.key}) → ${textOf(flow, edge, "query")} (${edge.query})`} />)}</tbody></table></div>
-        <div class="scroll" tabIndex={0} role="region" aria-label="Entries" data-saved><Save name="entries" isTable /><table class="numbers entries-table"><Head of="entry" /><tbody>{flow.entries.slice(0, 12).map((entry) => <Row key={`${entry.name}${entry.position}`} item={entry} what={`${entry.token} (${entry.position}): ${entry.text || entry.promotes}`} />)}</tbody></table></div>
+        <div class="scroll" tabIndex={0} role="region" aria-label="Entries" data-saved><Save name="entries" isTable /><table class="numbers entries-table"><Head of="entry" /><tbody>{flow.entries.slice(0, 12).map((entry) => <Row key={`${entry.name}${entry.position}`} item={entry} what={[`${entry.token} (${entry.position})`, entry.text || entry.promotes].filter(Boolean).join(": ")} />)}</tbody></table></div>
       </div>
     </details>
   );

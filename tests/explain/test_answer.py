@@ -276,6 +276,7 @@ def test_answers_by_name_by_default_and_by_class():
     judged = af.explain.answer(classes, IDS, "LABEL_1", "LABEL_0")
     assert (judged.answer, judged.against, judged.position) == ("LABEL_1", ("LABEL_0",), None)
     assert judged.error < 1e-10
+    assert " for '5 9 14 7" in repr(judged)
     for call, message in (
         (lambda: af.explain.answer(loaded, "w4", "w1 w2"), "expected one token, but 'w1 w2' is 2"),
         (lambda: af.explain.answer(loaded, "w4", 7, 7), "is compared with itself"),
@@ -316,6 +317,19 @@ def test_why_an_edge_and_what_made_an_entry_fire():
             assert -1 if giver.layer is None else giver.layer < taker.layer
     with pytest.raises(RuntimeError, match="was removed"):
         reading.answer()
+
+
+@pytest.mark.parametrize(
+    ("family", "position", "where"),
+    [
+        ("Bert", 2, " at 14 in '5 9 14 7 33 21 40'"),
+        ("Bert", -1, " after '5 9 14 7 33 21 40'"),  # nothing tells it from a next token
+        ("Llama", 2, " after '5 9 14'"),
+    ],
+)
+def test_what_is_printed_says_where_the_answer_stands(family, position, where):
+    found = af.explain.answer(made(family), IDS, position=position)
+    assert repr(found).splitlines()[0].endswith(f"%){where}")
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft asks for it

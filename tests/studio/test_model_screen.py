@@ -149,7 +149,7 @@ def entry(page):
     page.wait_for_function("() => document.querySelector('#model-entry').ariaSelected === 'true'")
     settled(page)
     layer, number_within = map(int, re.fullmatch(r"L(\d+)N(\d+)", name).groups())
-    title = f"Entry {48 * layer + number_within} layer {layer} · norm of its value"
+    title = f"Entry {name} id {48 * layer + number_within} · norm of its value"
     assert view.locator("h3").first.text_content().startswith(title)
     assert view.locator(".words tbody tr").count() == 16
     view.get_by_role("button", name="Look for it").click()
@@ -169,7 +169,7 @@ def entry(page):
     assert page.locator(".without tbody").text_content() != before, "the switch stays on at another token"
 
     near = view.locator("figure", has_text="Nearest by key").locator("tbody button").first
-    identity = near.text_content().split(" · ")[1]
+    identity = near.text_content()
     near.click()
     settled(page)
     assert view.locator("h3").first.text_content().startswith(f"Entry {identity} ")

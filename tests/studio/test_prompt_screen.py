@@ -294,3 +294,28 @@ def test_an_encoder_decoder_shows_both_halves_and_goes_on_from_what_it_said(brow
         page.locator(".token-cell").nth(3).hover()
         assert page.locator(".token-cell.marked").count() == 1, "token 3 of the encoder, and not of the decoder"
         legible(page, "wide", "textbox", "tab")
+
+
+def test_a_model_without_logits_says_so_and_nothing_waits(browser, tmp_path):
+    from tests.studio.server import serving
+
+    with serving(model={"model": save_tiny(tmp_path, "Bert"), "bias": None}) as server, opened(browser, server) as page:
+        page.get_by_role("alert").filter(has_text="returns no logits").wait_for()
+        assert "being explained" not in page.locator(".pane").text_content()
+
+
+def test_an_answer_is_at_its_token_where_later_ones_are_read(browser, tmp_path):
+    from transformers import BertForMaskedLM
+
+    from tests.studio.server import serving
+
+    folder = save_tiny(tmp_path, "Bert")
+    BertForMaskedLM.from_pretrained(folder).save_pretrained(folder)
+    with serving(model={"model": folder, "bias": None}) as server, opened(browser, server) as page:
+        answered(page)
+        write(page)
+        assert "after “his”" in page.locator(".answer h2").text_content()
+        page.locator(".token-cell").nth(2).click()
+        settled(page)
+        assert page.locator(".answer h2").text_content().split("”?")[1].startswith(" at “of”, logit ")
+        assert page.locator(".entries-table tbody tr td").first.text_content() == "of (2)", "no tokens are promoted"

@@ -249,10 +249,13 @@ class Explanation(Result):
         return "\n".join(shorten(line, 80) for line in self._lines())
 
     def _lines(self) -> Iterator[str]:
-        prompt = "".join(self.texts if self.position is None else self.texts[: self.position + 1])
+        end, where = self.position, "after"
+        if end is None or any(layers >= 0 for layers in self.reach[end + 1 :]):  # as in BERT, what follows is read, too
+            end, where = None, "for" if end is None else f"at {token_label(self.texts[end])} in"
+        prompt = "".join(self.texts if end is None else self.texts[: end + 1])
         prompt = prompt if len(prompt) <= 44 else f"…{prompt[-43:]}"
         chance = "" if isnan(self.probability) else f" ({percent(self.probability)})"
-        yield f"{self.answer!r}{chance} after {prompt!r}"
+        yield f"{self.answer!r}{chance} {where} {prompt!r}"
         removed, agreement = ", removed", self.agreement
         if signs := [agreement[f"{name} and removed"] for name in ("carried", "effect") if self._measured]:
             removed += f" (same sign: {', '.join(percent(share) for share in signs)})"

@@ -52,7 +52,7 @@ def _fired(one: Fired) -> Reply:
 
 def described(found: EntryReport, trace: Trace, position: int) -> Reply:
     return {
-        **fields(found, "entry", "layer", "head", "without"),
+        **fields(found, "name", "entry", "layer", "head", "without"),
         "norm": number(found.norm),
         "tokens": [token_label(text) for text in trace.tokens],
         "position": position,
@@ -102,7 +102,7 @@ def _pushed(tokens: Sequence[Pushed]) -> list[dict[str, Any]]:
 
 def _near(entries: Sequence[Near]) -> list[dict[str, Any]]:
     return [
-        {"entry": one.entry, "layer": one.layer, "cosine": number(one.cosine), "words": labels(one.raised)}
+        {**fields(one, "name", "entry", "layer"), "cosine": number(one.cosine), "words": labels(one.raised)}
         for one in entries
     ]
 
