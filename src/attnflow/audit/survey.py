@@ -190,7 +190,7 @@ def _placed(passed: Inputs, slot: Slot) -> Slot:
 
 
 def _vectors_entering(passed: Inputs, names: Iterable[str]) -> dict[str, list[Tensor]]:
-    """What enters these layers first, in the call as it is and with all positions changed; no mask hides any."""
+    """What enters these layers first, in the given call and with all positions changed; no mask hides any."""
     entered: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def enter(call: Call) -> None:
