@@ -255,9 +255,9 @@ def _batch_comes_second(inputs: Inputs, call: LayerCall) -> bool:
         changed = with_other_rows(changed, name, torch.arange(rows) == 0)
     try:
         before, after = _vectors_entering(inputs, [call.name], changed.kwargs)[call.name]
+        moves = (before != after).flatten(1).any(1)
     except REFUSALS:  # of the changed image
         return True
-    moves = (before != after).flatten(1).any(1)
     return not bool(moves.any()) or bool(moves[many // rows :].any())
 
 
