@@ -63,7 +63,7 @@ CASES = [
     ("knowledge stats nostore", "found no store at nostore: make one with `attnflow knowledge build nostore MODEL`"),
     ("knowledge trace smollm2-135m hi -o nowhere/trace.svg", "nowhere"),
     ("knowledge trace smollm2-135m hi --ids 1", "give either a TEXT or --ids"),
-    ("knowledge trace smollm2-135m hi --position 99", "--position 99 lies outside this text"),
+    ("knowledge trace smollm2-135m hi --position 99", "--position 99 lies outside a text"),
     ("knowledge trace gpt9 hi", "no file or folder 'gpt9'"),
     ("report buterfly -o out.html", "did you mean butterfly?"),
     ("report butterfly -o out.htm", "must end in .html"),

@@ -174,7 +174,7 @@ def test_why_chooses_the_head_that_looks_at_another_token(run: Callable, tiny_mo
     best = int(weights[:, 1:-1].amax(1).argmax())
     other = 1 + int(weights[best, 1:-1].argmax())
     words = "which has the most weight on a token besides the first and the query: “"
-    assert out.startswith(f"{tiny_model}, layer 0, head {best}, {words}")
+    assert out.startswith(f"{tiny_model}, L0H{best}, {words}")
     assert out.splitlines()[0].endswith(f"” ({other})")
 
 

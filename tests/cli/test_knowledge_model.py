@@ -38,6 +38,18 @@ def test_json(run, tiny_model):
     assert all(one.layer == 1 and 48 <= one.entry < 96 for one in entries)
 
 
+def test_several_texts(run, tiny_model, tmp_path):
+    texts, options = (TEXT, "thou be"), ("--count", "3")
+    one, other = (run.ok("knowledge", "trace", tiny_model, text, *options).split("\n", 1)[1] for text in texts)
+    assert run.ok("knowledge", "trace", tiny_model, *texts, *options) == f"{tiny_model}\n{one}\n{other}"
+    said = json.loads(run.ok("knowledge", "trace", tiny_model, *texts, "--json"))
+    alone = [json.loads(run.ok("knowledge", "trace", tiny_model, text, "--json")) for text in texts]
+    assert said == {"schema": "attnflow.knowledge.trace/1", "traces": alone}
+    refused = run("knowledge", "trace", tiny_model, *texts, "-o", str(tmp_path / "one.html"))
+    assert refused.code == 2
+    assert "-o writes one trace, and there are 2 texts" in refused.err
+
+
 def test_entries_are_taken_out(run, tiny_model):
     arguments = ("knowledge", "trace", tiny_model, TEXT, "--position", "3", "--ablate", "4")
     found = Trace.from_json(run(*arguments, "--json").out)

@@ -3,13 +3,17 @@
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
+import peft
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch.nn import functional
 
 import attnflow as af
 from attnflow.explain.amounts import Strongest
+from attnflow.explain.entries import Entries
+from attnflow.models.subject import Subject
 from tests.conformance.miniature import named
 from tests.explain.test_answer import IDS, made
 from tests.models import deep, tiny
@@ -248,3 +252,57 @@ def test_weights_are_those_that_the_model_returns(kind):
     model.set_attn_implementation(kind)
     for layer, weights in enumerate(wanted):
         torch.testing.assert_close(af.explain.weights(model, ids, layer), weights[0].double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing", "ignore:.*fan_in_fan_out")  # peft asks for it
+@pytest.mark.parametrize(
+    ("family", "maps"), [("Llama", ["up_proj", "down_proj"]), ("Llama", ["gate_proj"]), ("GPT2", ["c_fc", "c_proj"])]
+)
+def test_layers_in_adapters_have_the_entries_of_the_merged_model(family, maps):
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=maps, init_lora_weights=False, lora_dropout=0.5)
+    model = peft.get_peft_model(deep(family), config).double().train()
+
+    def asked(subject):
+        with af.explain.reading(subject, IDS) as reading:
+            found = reading.answer(17, 19)
+            first = found.entries[:2]
+            return found, [reading.entry(first[0]).value, *reading.remove(first).alone]
+
+    (found, numbers), (wanted, others) = asked(model), asked(model.merge_and_unload())
+    assert [source.name for source in found.sources] == [source.name for source in wanted.sources]
+    assert [s.carried for s in found.sources] == pytest.approx([s.carried for s in wanted.sources], rel=1e-9, abs=1e-12)
+    assert numbers == pytest.approx(others, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["layer", "experts", "converted experts", "store"])
+def test_entries_that_are_not_what_their_module_wrote_are_refused_by_its_name(kind):
+    torch.manual_seed(0)
+    family = {"experts": "MixtralForCausalLM", "converted experts": "GptOssForCausalLM"}.get(kind, "LlamaForCausalLM")
+    model = named(family).double().eval()
+    model = af.knowledge.from_ffn(model) if kind.startswith("converted") else model
+    with af.knowledge.Store.open("memory", dim=8) as store:
+        if kind == "store":
+            store.insert(embeddings=torch.eye(8))
+            for reader in af.knowledge.attach(model, store).readers:
+                nn.init.constant_(reader.gate, 0.5)
+        path = max(Entries.of(Subject.of(model)).writers, key=lambda path: ("reader" in path, path))
+        af.explain.answer(model, IDS, 17, 19)
+        with af.explain.reading(model, IDS) as reading:  # packed experts with a hook are no known layer from here on
+            hook = model.get_submodule(path).register_forward_hook(lambda module, given, output: 1.5 * output)
+            with pytest.raises(af.UnsupportedArchitecture, match=f"entries of {path} do not add up to what it wrote"):
+                reading.answer(17, 19)
+            hook.remove()
+
+
+@pytest.mark.parametrize("family", ["GptOssForCausalLM", "MixtralForCausalLM"])
+def test_the_biases_of_experts_are_constants(family):
+    model = named(family).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_bias"):
+                parameter.normal_(0, 0.5)
+    plain = af.explain.answer(model, IDS, 17, 19)
+    found = af.explain.answer(af.knowledge.from_ffn(model), IDS, 17, 19)
+    assert found.sources[-1].kind == plain.sources[-1].kind == "constant"
+    assert found.sources[-1].carried == pytest.approx(plain.sources[-1].carried, rel=1e-9, abs=1e-12)

@@ -121,7 +121,7 @@ def test_without_the_entry_the_model_says_what_the_zeroed_module_says():
         assert [one.after for one in answer.chances] == pytest.approx(after[ids].tolist(), rel=1e-6)
         assert answer.kl == pytest.approx(float((before * (before / after).log()).sum()), rel=1e-4)
         assert answer.changed == (int(after.argmax()) != ids[0])
-    assert f"without entry {id}" in str(answer)
+    assert f"without {answer.name}: " in str(answer)
 
 
 def test_what_a_report_says():
@@ -130,7 +130,7 @@ def test_what_a_report_says():
     again = EntryReport.from_json(found.to_json())
     assert again == found
     assert {row["kind"] for row in found.rows()} == {"raises", "lowers", "fires", "near by value", "near by key"}
-    assert str(found).startswith("entry 7 of layer 0 of LlamaForCausalLM")
+    assert str(found).startswith("L0N7 of LlamaForCausalLM, entry 7")
     assert str(found).endswith(str(found.removal))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
@@ -208,6 +208,23 @@ def test_adapters_of_feed_forward_layers_are_merged_first(targets, wrapped):
     torch.testing.assert_close(
         outputs(from_ffn(merged), input_ids=TEXT), outputs(merged, input_ids=TEXT), rtol=1e-4, atol=1e-5
     )
+
+
+def test_layers_in_adapters_are_left_to_the_model_on_request():
+    config = LoraConfig(target_modules=["gate_proj"], layers_to_transform=[1], init_lora_weights=False)
+    adapted = get_peft_model(tiny("Llama", torch.float32), config).get_base_model()
+    with pytest.raises(UnsupportedArchitecture, match=r"layers.1.mlp.*\(5 matrices beside 1 parts.*Merge the adapter"):
+        from_ffn(adapted)
+    converted = from_ffn(adapted, partial=True)
+    assert converted.knowledge.num_layers == 1
+    torch.testing.assert_close(outputs(converted, input_ids=TEXT), outputs(adapted, input_ids=TEXT))
+
+
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out")
+def test_other_adapters_are_merged_first_too():
+    config = IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False)
+    with pytest.raises(UnsupportedArchitecture, match="Merge the adapter first"):
+        from_ffn(get_peft_model(tiny("Llama", torch.float32), config))
 
 
 @pytest.mark.parametrize("partial", [False, True])

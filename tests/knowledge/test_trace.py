@@ -177,7 +177,7 @@ def test_some_positions():
         assert torch.equal(one.ids, other.ids[[1, 5]])
         torch.testing.assert_close(one.direct_effects, other.direct_effects[[1, 5]], rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match="trace takes one sequence, got 2"):
-        trace(model, {"input_ids": tokens(2, 6)})
+        trace(model, [{"input_ids": tokens(2, 6)}])
 
 
 @pytest.mark.parametrize(("name", "why"), [("Gemma2", "not the sum"), ("Olmo2", "not the sum")])

@@ -53,6 +53,19 @@ def test_retrieved_entries_are_counted_by_id():
     assert "* counted among the entries that were read" in str(report)
 
 
+@pytest.mark.parametrize("retrieval", [None, Retrieval(k=2, search="exact")])
+def test_entries_of_a_store_are_counted_by_their_ids(retrieval):
+    model, ids = tiny("Llama"), [90, 7, 400]
+    with af.knowledge.Store.open("memory", dim=8) as store:
+        store.insert(embeddings=torch.eye(8)[:3], ids=ids)
+        with af.knowledge.attach(model, store, retrieval=retrieval) as handle, af.knowledge.activity(model) as seen:
+            model(tokens(1, 5))
+            found, counts = seen.fired(handle.readers[0].layer)
+    assert found.tolist() == sorted(ids)
+    assert int(counts.sum()) == 5 * (3 if retrieval is None else 2)
+    assert seen.report().entries == 3
+
+
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "sparsemax"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_active_is_a_positive_gate(activation, gated):

@@ -27,7 +27,7 @@ def test_the_chart_shows_tokens_near_entries_and_texts():
     assert {text.get_text() for text in pushes.texts} == {one.token for one in (*found.raised, *found.lowered)}
     for axes, near in ((by_value, found.near_by_value), (by_key, found.near_by_key)):
         assert [bar.get_width() for bar in axes.patches] == pytest.approx([one.cosine for one in near])
-        assert [label.get_text() for label in axes.get_yticklabels()] == [f"{one.layer} · {one.entry}" for one in near]
+        assert [label.get_text() for label in axes.get_yticklabels()] == [one.name for one in near]
     table = cells.images[0].get_array()
     middle = table.shape[1] // 2
     assert table[:, middle].tolist() == pytest.approx([one.weight for one in found.examples])
@@ -42,7 +42,7 @@ def test_the_page_says_what_the_chart_shows():
     assert [section.name for section in shown.sections] == ["entry", "texts", "near"]
     text = parse_page(shown.html).text
     for one in (*found.near_by_value, *found.near_by_key):
-        assert f"{one.layer} · {one.entry}" in text
+        assert one.name in text
     rows = re.findall(r"token traced", shown.sections[1].body.markup)
     assert len(rows) == len(found.examples) == 3
     bare = entry_report("Bert")

@@ -148,7 +148,7 @@ def geometry_why(
                 build([attribution_part(found, Context(), key=key, raw=raw)], None, {}, {}).save(target)
             else:
                 write(found, target, key=key, raw=raw, count=count)
-    title = f"{model}, layer {layer}, head {row.head}{_chosen(found, row) if head is None else ''}"
+    title = f"{model}, L{layer}H{row.head}{_chosen(found, row) if head is None else ''}"
     show(found, json_output, _explained(found, row, count), title=title, written=output)
 
 

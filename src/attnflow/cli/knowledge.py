@@ -12,8 +12,8 @@ import typer
 
 from attnflow._core.markup import plural
 from attnflow.cli import _arguments as arguments
-from attnflow.cli._arguments import FIGURES, FigureOption, Ids, Text, argument, load, option, require
-from attnflow.cli._output import BadUsage, JsonFlag, complain, output_path, show, working, write
+from attnflow.cli._arguments import FIGURES, FigureOption, Ids, argument, load, option, require
+from attnflow.cli._output import BadUsage, JsonFlag, complain, output_path, print_json, show, working, write
 
 if TYPE_CHECKING:
     from attnflow.knowledge.store import Store
@@ -180,7 +180,7 @@ def _label(model: str, patches: list[Path] | None) -> str:
 @app.command("trace")
 def knowledge_trace(
     model: Annotated[str, argument("MODEL", "Any model; its feed-forward layers are read as entries.")],
-    text: Text = None,
+    texts: Annotated[list[str] | None, argument("[TEXT]...", 'The texts to read; "-" reads stdin.')] = None,
     ids: Ids = None,
     layer: Annotated[int | None, option("--layer N>=0", "One layer (default: all).")] = None,
     position: Annotated[int, option("--position N", "Position of the token to explain (-1: the last).")] = -1,
@@ -192,7 +192,7 @@ def knowledge_trace(
     patches: Patches = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Show which feed-forward entries fire for a text.
+    """Show which feed-forward entries fire for a text, or for each of several.
 
     Lists the entries with the largest effect on the logit of the next token: a first-order estimate of what it loses
     without the entry. Beside it stands the direct effect, past later layers. With --ablate, also what that logit and
@@ -203,11 +203,13 @@ def knowledge_trace(
     from attnflow.knowledge import trace
     from attnflow.knowledge.layered import reads_entries
 
-    inputs = arguments.text_or_ids(text, ids)
+    prompts = [arguments.text_or_ids(text, ids) for text in texts or [None]]
     path = None if output is None else output_path(output, FIGURES, "a trace as a figure")
-    longest = len(inputs.encode()) + 8 if isinstance(inputs, str) else len(inputs)  # tokens, with special ones
+    if path is not None and len(prompts) > 1:
+        raise BadUsage(f"-o writes one trace, and there are {len(prompts)} texts: give one of them")
+    longest = min(len(one.encode()) + 8 if isinstance(one, str) else len(one) for one in prompts)  # with special tokens
     if not -longest <= position < longest:
-        raise BadUsage(f"--position {position} lies outside {'this text' if ids is None else '--ids'}")
+        raise BadUsage(f"--position {position} lies outside {'a text' if ids is None else '--ids'}")
     if not json_output and path is None and top is not None and top < count:
         raise BadUsage(f"--count {count} lists more than the --top {top} entries that are kept for each layer")
     wanted = max(16, count, ablate) if top is None else top
@@ -222,13 +224,13 @@ def knowledge_trace(
         spinner.stage("tracing")
         # What is printed is about one token; an ablation runs the model for each position.
         places = position if ablate or not (json_output or path or target) else None
-        result = trace(loaded, inputs, top=wanted, targets=targets, positions=places, ablate=ablate)
-        result = replace(result, model=_label(model, patches))
-        result.row(position)
-        if layer is not None:
-            result.layer(layer)
+        found = [trace(loaded, one, top=wanted, targets=targets, positions=places, ablate=ablate) for one in prompts]
+        results = [replace(one, model=_label(model, patches)) for one in found]
+        lines = [f"{one.summary(position)}\n\n{one.table(position, layer, min(count, one.top))}" for one in results]
         if path is not None:
             spinner.stage(f"writing {output}")
-            write(result, path, position=position)
-    table = result.table(position, layer, min(count, result.top))
-    show(result, json_output, f"{result.summary(position)}\n\n{table}", title=result.model, written=output)
+            write(results[0], path, position=position)
+    if json_output and len(results) > 1:
+        print_json("attnflow.knowledge.trace/1", {"traces": [one.to_dict() for one in results]})
+    else:
+        show(results[0], json_output, "\n\n".join(lines), title=results[0].model, written=output)

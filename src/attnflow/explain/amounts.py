@@ -14,6 +14,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.explain.entries import Chunk, Entries, Writer
 from attnflow.explain.explanation import Edge, Explanation, Source, SourceKind
 from attnflow.models.passes.held import Derivatives, HeldAttention, HeldPass, Written
+from attnflow.models.passes.watching import Call
 
 _EDGES: Final = 600  # that are kept, the strongest by what they carry, and a third as many by their effect
 _ENTRIES: Final = 400  # the same, by effect and by what they carry
@@ -70,7 +71,7 @@ class Amounts:
 
     def __init__(self, held: HeldPass, value: float, carry: Derivatives, real: Callable[[], Derivatives]) -> None:
         self.held, self.value, self.carry, self._real = held, value, carry, real
-        self.error = 0.0
+        self.error, self._allowed = 0.0, 0.0
 
     @cached_property
     def effect(self) -> Derivatives:
@@ -81,7 +82,7 @@ class Amounts:
         firsts = (a.hidden * g for a, g in zip(self.held.arrivals, self.carry.arrivals, strict=True) if a.first)
         written = (w.value * g for w, g in zip(self.held.written, self.carry.written, strict=True))
         total = sum(float(part.detach().sum()) for part in (*firsts, *written)) + sum(self.carry.constants.values())
-        self.error = abs(total - self.value) / (span or 1.0)
+        self.error, self._allowed = abs(total - self.value) / (span or 1.0), close * (span or 1.0)
         if not self.error <= close:
             raise UnsupportedArchitecture(
                 f"{self.held.subject.kind}: what its sources carry does not add up to the value (off by "
@@ -215,11 +216,23 @@ class Amounts:
                 found += [Source(cast(SourceKind, kind), part.layer, n, half, None, c, e) for n, c, e in rows if c or e]
             if not part.whole:
                 left = part.value - sum(named.values())
+                self._check_entries(entries.writers[part.path], part.call, left, grad, sums[id(part)][0])
                 for place, derivative in enumerate((grad, real)):
                     constants[place] += float((left * derivative).sum()) - sums[id(part)][place]
         others = [Source("other entries", at, None, half, None, c, e) for (half, at), (c, e) in rest.items()]
         constant = Source("constant", None, None, "", None, constants[0], constants[1])
         return [*found, *singles, *others, constant], written
+
+    def _check_entries(self, writer: Writer, call: Call, left: Tensor, grad: Tensor, carried: float) -> None:
+        """Raise unless the entries of one call, and its bias, are what it wrote beside the rest."""
+        constant, wrote = writer.constant(call), float((left * grad).sum())
+        beside = 0.0 if constant is None else float((grad.flatten(0, -2) * constant.detach()).sum())
+        off = abs(wrote - beside - carried)
+        if not off <= self._allowed:
+            raise UnsupportedArchitecture(
+                f"{self.held.subject.kind}: the entries of {writer.path} do not add up to what it wrote (off by "
+                f"{off:.2g}, {self._allowed:.2g} is allowed), so that no explanation is given: a hook may change it"
+            )
 
     def _single(
         self, entries: Entries

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.explain.explanation import Source
 from attnflow.explain.tables import Look, TableRows
-from attnflow.knowledge.layered import EntryScores, LayerReader, SharedReader, covered, observed
+from attnflow.knowledge.layered import EntryScores, ExpertEntries, LayerReader, SharedReader, covered, observed
 from attnflow.knowledge.reader import LayerReading, distinct
 from attnflow.knowledge.store.source import EntrySource
-from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts, by_expert, neuron_weights, stored
+from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts, applied, by_expert, neuron_weights
 from attnflow.models.passes.held import HeldPass, Written
 from attnflow.models.passes.watching import Call
 from attnflow.models.subject import Subject
@@ -52,12 +53,31 @@ class Writer:
     @property
     def num_entries(self) -> int:
         if isinstance(self.site, FeedForward):
-            return stored(self.module).shape[1]
+            return len(self.values)
         if isinstance(self.site, PackedExperts):
             return self.site.num_experts * self.site.neurons
         if isinstance(self.site, TableRows):
             return self.site.num_entries
-        return self.site.num_entries * len(self.site.values(self.site.every()[:1]))  # of each head
+        return self.site.span * len(self.site.values(self.site.every()[:1]))  # of each head
+
+    @cached_property
+    def values(self) -> Tensor:
+        """Those of a feed-forward layer."""
+        return applied(self.module).T
+
+    def constant(self, call: Call) -> Tensor | None:
+        """What one call adds beside entries: the output bias, of experts those of the chosen, [*rows, width]."""
+        form, module = self.site, self.module
+        if isinstance(form, ExpertEntries):
+            form, module = form.form, form.own
+        if not isinstance(form, PackedExperts):
+            return form.output_bias if isinstance(form, LayerReader) else cast("Tensor | None", module.bias)
+        bias, (tokens, routing) = form.output_bias(module), _routed(module, call)
+        if bias is None or form.sorted or len(routing) < 2:
+            return None if bias is None else bias.repeat_interleave(len(tokens) // form.num_experts, 0)
+        index, shares = routing
+        table = shares.new_zeros(len(tokens), form.num_experts + 1)  # the last column is of no expert
+        return table.scatter_add(1, index.clamp(max=form.num_experts), shares)[:, :-1] @ bias
 
     def chunks(self, call: Call, readings: Readings) -> Iterator[Chunk]:
         """Split one call of the module."""
@@ -66,7 +86,7 @@ class Writer:
                 weights = cast(Tensor, call.first).detach().flatten(0, -2)
                 rows = torch.arange(len(weights), device=weights.device)
                 entries = torch.arange(weights.shape[1], device=weights.device)
-                yield Chunk(rows, rows, entries, weights, stored(self.module).detach().T)
+                yield Chunk(rows, rows, entries, weights, self.values)
             elif isinstance(self.site, PackedExperts):
                 yield from self._experts(self.site, call)
             elif isinstance(self.site, TableRows):
@@ -75,9 +95,7 @@ class Writer:
                 yield from self._read(self.site, readings[self.site][call.number])
 
     def _experts(self, form: PackedExperts, call: Call) -> Iterator[Chunk]:
-        given = list(inspect.signature(self.module.forward).bind(*call.args, **call.kwargs).arguments.values())
-        hidden, routing = given[0].detach(), [part.detach() for part in given[1:3]]
-        tokens, values = hidden.flatten(0, -2), form.values(self.module).detach()
+        (tokens, routing), values = _routed(self.module, call), form.values(self.module).detach()
         numbers = torch.arange(form.neurons, device=tokens.device)
         if form.sorted or len(routing) < 2:
             count = len(tokens) // form.num_experts
@@ -87,7 +105,7 @@ class Writer:
                 weights = neuron_weights(self.module, form, expert, mine)
                 yield Chunk(expert * count + at, at, expert * form.neurons + numbers, weights, values[expert])
             return
-        index, shares = (part.flatten(0, -2) for part in routing)
+        index, shares = routing
         for expert, rows, places in by_expert(index, form.num_experts):
             weights = neuron_weights(self.module, form, expert, tokens[rows]) * shares[rows, places, None]
             yield Chunk(rows, rows, expert * form.neurons + numbers, weights, values[expert])
@@ -96,7 +114,7 @@ class Writer:
         """Chunks in which each row of the table stands once, as its gate differs from token to token."""
         if look is None:
             return
-        ids, values = look[0].flatten(), (look[1] @ stored(self.module).T).flatten(0, -2)
+        ids, values = look[0].flatten(), (look[1] @ self.values).flatten(0, -2)
         turns: dict[int, list[int]] = {}
         times = Counter[int]()
         for row, token in enumerate(ids.tolist()):
@@ -119,7 +137,14 @@ class Writer:
             weights, every = table, places
         values = reader.values(every).detach().to(weights)
         for head in range(weights.shape[1]):
-            yield Chunk(rows, rows, head * reader.num_entries + every, weights[:, head], values[head])
+            yield Chunk(rows, rows, head * reader.span + every, weights[:, head], values[head])
+
+
+def _routed(experts: nn.Module, call: Call) -> tuple[Tensor, list[Tensor]]:
+    """What packed experts were called with: tokens [rows, width], and the router's index and weights [rows, places]."""
+    given = inspect.signature(experts.forward).bind(*call.args, **call.kwargs).arguments.values()
+    tokens, *routing = [part.detach().flatten(0, -2) for part in list(given)[:3]]
+    return tokens, routing
 
 
 @dataclass(eq=False)
@@ -215,7 +240,7 @@ class Entries:
             key, bias = writer.site.keys(place)[0, 0, 0], writer.site.thresholds(place)[0, 0, 0]
             return hidden @ key.detach().to(hidden), float(bias.detach())
         bias = cast("Tensor | None", getattr(call.module, "bias", None))
-        return hidden @ stored(call.module)[entry].detach(), 0.0 if bias is None else float(bias[entry].detach())
+        return hidden @ applied(call.module)[entry], 0.0 if bias is None else float(bias[entry].detach())
 
     def beside(self, written: Written) -> Mapping[str, Tensor]:
         """What a call wrote beside its entries and biases, by the kind of source."""
@@ -225,14 +250,13 @@ class Entries:
         if not isinstance(writer.site, TableRows):
             return {}
         look = cast(Look, self.readings[writer.site][written.call.number])
-        looked = 0 if look is None else (look[1] @ stored(writer.module).T).detach()
+        looked = 0 if look is None else (look[1] @ writer.values).detach()
         return {"projection": written.value - looked}
 
     def texts(self, writer: Writer, entries: list[int]) -> list[str]:
         """The texts of a store's entries, and the tokens of a table's; "" for others."""
         if isinstance(writer.site, TableRows):
             return writer.site.subject.texts(entries)
-        source = writer.site.current() if isinstance(writer.site, SharedReader) else None
-        if not isinstance(source, EntrySource):
+        if not isinstance(writer.site, SharedReader) or not isinstance(source := writer.site.current(), EntrySource):
             return [""] * len(entries)
-        return [entry.text or "" for entry in source.store.get([number % writer.num_entries for number in entries])]
+        return [entry.text or "" for entry in source.store.get([number % writer.site.span for number in entries])]

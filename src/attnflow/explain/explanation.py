@@ -70,8 +70,9 @@ class Source:
         text: the token, or the text of an entry of a store.
         promotes: tokens whose logits the entry raises most, as it fired here.
         removed: what the value lost when the model ran without it; None if that was not measured.
-        letter: of the name: "N" for a neuron, "F" for a feature of a transcoder or autoencoder, "T" for a row of a
-            table of per-layer embeddings, whose number is the token's id ("P" for a column, in a converted model).
+        letter: of the name: "N" for a neuron, "S" for an entry of an attached store, "F" for a feature of a transcoder
+            or autoencoder, "T" for a row of a table of per-layer embeddings, whose number is the token's id ("P" for a
+            column, in a converted model).
     """
 
     kind: SourceKind

@@ -151,9 +151,9 @@ class ScoreAttribution(Result):
         return tensor if self.head is None else tensor[None]
 
     def __repr__(self) -> str:
-        what = "all heads" if self.head is None else f"head {self.head}"
+        what = ", all heads" if self.head is None else f"H{self.head}"
         return (
-            f"ScoreAttribution({self.model}, layer {self.layer}, {what}, query {self.query} {self.query_token!r}, "
+            f"ScoreAttribution({self.model}, L{self.layer}{what}, query {self.query} {self.query_token!r}, "
             f"{len(self.keys)} keys, {len(self.components)} x {len(self.key_components)} components, "
             f"error {self.error:.1g})"
         )

@@ -21,7 +21,7 @@ from attnflow.knowledge.conversion_check import conditions, verify
 from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries, LayerReader
 from attnflow.knowledge.saving import FORMS, KNOWLEDGE, neurons_now, prepare, resize, undo
 from attnflow.knowledge.store import Store
-from attnflow.models.anatomy.feed_forward import PER_LAYER, FeedForward, PackedExperts, stored, uncovered
+from attnflow.models.anatomy.feed_forward import ADAPTED, PER_LAYER, FeedForward, PackedExperts, stored, uncovered
 from attnflow.models.subject import Loaded, Subject
 
 _OTHER_LAYER: Final = -1e9  # finite, since GELU and SiLU of an infinite score are NaN
@@ -97,12 +97,9 @@ def from_ffn(
     if any(part.covers for part in model.modules() if isinstance(part, LayerReader)):
         raise ValueError(f"features are attached to {type(model).__name__}: convert first, and attach them to the copy")
     subject.require_weights("from_ffn")
-    try:
-        sites = subject.feed_forward
-    except UnsupportedArchitecture as error:
-        if any(_LORA in name for name, _ in model.named_parameters()):
-            raise UnsupportedArchitecture(f"{error}. {_MERGE}") from error
-        raise
+    sites = [site for site in subject.feed_forward if not _adapted(model, site)]
+    if not sites:
+        raise UnsupportedArchitecture(f"every feed-forward layer of {subject.kind} lies in an adapter. {_MERGE}")
     if not partial:
         _complete(model, sites)
     forms = [form_of(model, site) for site in sites]
@@ -171,6 +168,11 @@ def save_entries(model: nn.Module, store: Store, *, name: str, progress: Progres
         store.insert(ids=batch, embeddings=rows, sources=sources, thresholds=thresholds, encoder=f"from_ffn:{name}")
         if progress is not None:
             progress(len(store), base.num_entries, "entries")
+
+
+def _adapted(model: nn.Module, site: FeedForward | PackedExperts) -> bool:
+    maps = (*site.first, site.last) if isinstance(site, FeedForward) else ()
+    return any(hasattr(model.get_submodule(f"{site.name}.{path}".strip(".")), ADAPTED) for path in maps)
 
 
 def _complete(model: nn.Module, sites: list[FeedForward | PackedExperts]) -> None:

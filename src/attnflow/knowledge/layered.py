@@ -29,7 +29,8 @@ class LayerReader(ABC):
         layer: the number of the layer, from 0.
         retrieval: which entries it reads; None for all. A converted layer always reads all.
         observer: a function that is called with each `LayerReading` and must not change it; or None.
-        letter: of an entry's name: "N" for a neuron, "F" for a feature, "P" for a column of a per-layer embedding.
+        letter: of an entry's name: "N" for a neuron, "F" for a feature, "P" for a column of a per-layer embedding, "S"
+            for an entry of an attached store.
         covers: modules, as paths beside it, whose own entries it takes the place of.
     """
 
@@ -43,6 +44,11 @@ class LayerReader(ABC):
     @abstractmethod
     def num_entries(self) -> int:
         """The number of entries that this layer may read."""
+
+    @property
+    def span(self) -> int:
+        """How many numbers the entries of a head take: between the ids of a store there may be gaps."""
+        return self.num_entries
 
     @property
     def output_bias(self) -> Tensor | None:
@@ -111,7 +117,8 @@ def covered(model: nn.Module) -> tuple[str, ...]:
 def numbering(model: nn.Module) -> dict[LayerReader, tuple[int, int]]:
     """For each layer that reads entries: the number of the model's layer, and that of its first entry within it.
 
-    Several readers of one layer, such as experts and shared experts, are numbered one after another.
+    Several readers of one layer, such as experts and shared experts, are numbered one after another, and so are the
+    heads of one: the entry at a place is number offset + head * span + place, as in "L24N1005".
     """
     taken: dict[tuple[str, str], int] = {}
     places: dict[LayerReader, tuple[int, int]] = {}
@@ -121,7 +128,7 @@ def numbering(model: nn.Module) -> dict[LayerReader, tuple[int, int]]:
             where, number = (path, module.layer) if layer is None else (layer[1], int(layer[2]))
             key = where, module.letter
             places[module] = number, taken.get(key, 0)
-            taken[key] = taken.get(key, 0) + module.num_entries * len(module.values(module.every()[:1]))
+            taken[key] = taken.get(key, 0) + module.span * len(module.values(module.every()[:1]))
     return places
 
 
@@ -153,6 +160,10 @@ class SharedReader(KnowledgeReader, LayerReader):
     def num_entries(self) -> int:
         now = self.current()
         return len(now if isinstance(now, Tensor) else now.store)
+
+    @property
+    def span(self) -> int:
+        return 1 + int(self.every().max()) if self.num_entries else 0
 
     @property
     def output_bias(self) -> Tensor | None:

@@ -11,6 +11,21 @@ from torch import Tensor
 CACHES: Final = ("past_key_values", "cache_params", "cache")  # what forward and its outputs call a cache of past states
 
 
+def unpadded(named: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Each row of tensors [rows, tokens], without the tokens at its ends that `attention_mask` leaves out."""
+    ids = named["input_ids"]
+    odd = [f"{name} of {list(value.shape)}" for name, value in named.items() if value.shape != ids.shape]
+    if odd:
+        raise ValueError(f"inputs of several prompts must be [prompts, tokens], got {odd[0]}: pass a list of them")
+    rows: list[dict[str, Tensor]] = []
+    for row, real in enumerate(named.get("attention_mask", torch.ones_like(ids))):
+        places = real.nonzero().flatten().tolist()
+        if not places:
+            raise ValueError(f"prompt {row} is all padding, by its attention_mask")
+        rows.append({name: value[row : row + 1, places[0] : places[-1] + 1] for name, value in named.items()})
+    return rows
+
+
 def special_ids(configs: Iterable[object], suffixes: tuple[str, ...]) -> set[int]:
     ids: set[int] = set()
     pending = list(configs)

@@ -214,14 +214,9 @@ class Subject:
         return {"use_cache": False} if self.accepts("use_cache") else {}
 
     @property
-    def last_alone(self) -> dict[str, object]:
-        """The arguments of a pass that computes the last logits alone."""
-        return {"logits_to_keep": 1} if self.accepts("logits_to_keep") else {}
-
-    @property
     def sparing(self) -> dict[str, object]:
         """The arguments of a pass that keeps no cache and computes the last logits alone."""
-        return self.uncached | self.last_alone
+        return self.uncached | ({"logits_to_keep": 1} if self.accepts("logits_to_keep") else {})
 
     def named(self, inputs: object) -> dict[str, Any]:
         """Name what a model is called with: a text, token ids, vectors, or keyword arguments, which stay so."""

@@ -36,14 +36,14 @@ def entry_part(report: EntryReport, _: Context) -> PagePart:
         for name, listed in (("Raises", report.raised), ("Lowers", report.lowered))
         if listed
     ]
-    picture = charts.in_page(lambda: entry_chart(report), f"Entry {report.entry}")
+    picture = charts.in_page(lambda: entry_chart(report), f"Entry {report.name}")
     sections = [Section("entry", "Tokens", html.paragraph(lead, kind="lead") + html.facts(tokens) + picture)]
     if report.examples:
         sections.append(Section("texts", "Texts in which it fires", _texts(report.examples)))
     sections.append(Section("near", "Near entries", _near(report)))
-    source: list[tuple[str, Content]] = [("Model", html.code(report.model)), ("Module", html.code(report.name))]
+    source: list[tuple[str, Content]] = [("Model", html.code(report.model)), ("Module", html.code(report.path))]
     reading = [str(report).partition("\n")[0] + "."]
-    title = f"Entry {report.entry} of layer {report.layer} of {report.model}"
+    title = f"Entry {report.name} of {report.model}"
     return PagePart(title, sections, reading, numbers, source)
 
 
@@ -60,11 +60,11 @@ def _texts(examples: Sequence[Example]) -> html.Html:
 def _near(report: EntryReport) -> html.Html:
     lead = "By value: the entries that say the same. By key: those that fire for the same. Cosines, over all entries."
     rows = [
-        [side, f"{one.layer} · {one.entry}", " ".join(token_label(word) for word in one.raised), f"{one.cosine:.2f}"]
+        [side, one.name, " ".join(token_label(word) for word in one.raised), f"{one.cosine:.2f}"]
         for side, near in (("value", report.near_by_value), ("key", report.near_by_key))
         for one in near
     ]
-    head = ["By", "Layer · entry", "Raises", "Cosine"]
+    head = ["By", "Entry", "Raises", "Cosine"]
     return html.paragraph(lead, kind="lead") + html.table(head, rows, text_columns=3)
 
 
@@ -81,7 +81,7 @@ def entry_chart(report: EntryReport, *, title: str | None = None) -> Figure:
         _cosines(figure.add_subplot(sides[place]), name, near, bottom=place == 1)
     if report.examples:
         _cells(figure.add_subplot(grid[1, :]), report.examples)
-    figure.suptitle(literal(title or f"{report.model}: entry {report.entry} of layer {report.layer}"))
+    figure.suptitle(literal(title or f"{report.model}: entry {report.name}"))
     return figure
 
 
@@ -99,7 +99,7 @@ def removal_chart(removal: EntryRemoval, *, title: str | None = None) -> Figure:
     axes.set_xlabel("probability of the next token")
     axes.legend(loc="lower right")
     end = shorten("".join(removal.tokens[: removal.position + 1]), 40)
-    axes.set_title(literal(title or f"after “{end}”, entry {removal.entry} of layer {removal.layer}"))
+    axes.set_title(literal(title or f"after “{end}”, entry {removal.name}"))
     return figure
 
 
@@ -126,13 +126,13 @@ def _pushes(axes: Any, report: EntryReport) -> None:
 def _cosines(axes: Any, side: str, near: Sequence[Near], *, bottom: bool) -> None:
     places = range(len(near))
     axes.barh(places, [one.cosine for one in near], color=SERIES[0], height=0.7, alpha=0.55)
-    axes.set_yticks(places, [f"{one.layer} · {one.entry}" for one in near])
+    axes.set_yticks(places, [one.name for one in near])
     for place, one in zip(places, near, strict=True):
         words = " ".join(_label(word) for word in one.raised)
         axes.text(0.01, place, words, fontsize=7.5, va="center")
     axes.set_xlim(min(0.0, *(one.cosine for one in near), 0.0), 1)
     axes.invert_yaxis()
-    axes.set_ylabel("layer · entry")
+    axes.set_ylabel("entry")
     if bottom:
         axes.set_xlabel("cosine; the words are what the value raises")
     axes.set_title(f"nearest by {side}")

@@ -25,6 +25,11 @@ class LocatedEntry(NamedTuple):
     place: int  # as `LayerReader.every` lists it
     head: int | None = None  # the head that reads it; None for all heads
 
+    def name(self, numbers: Mapping[LayerReader, tuple[int, int]]) -> str:
+        """Its layer, letter and number, by `layered.numbering`."""
+        block, offset = numbers[self.reader]
+        return f"L{block}{self.reader.letter}{offset + (self.head or 0) * self.reader.span + self.place}"
+
     @property
     def heads(self) -> slice:
         return slice(None) if self.head is None else slice(self.head, self.head + 1)

@@ -36,7 +36,7 @@ _WORDS: Final = 3  # tokens that name a near entry
 
 def entry(
     model: nn.Module | Loaded,
-    id: int,
+    id: int | str,
     *,
     layer: int | None = None,
     head: int = 0,
@@ -52,9 +52,9 @@ def entry(
     Args:
         model: any model, or what `af.load_model` returned. If it is not converted, a converted copy is read; convert it
             with `af.knowledge.from_ffn` to look at several entries.
-        id: its id, as a trace prints it.
-        layer: the layer that reads it; needed only where several layers read one store or base.
-        head: the head that reads it, where cross-attention has several.
+        id: its id, or its name such as "L24N1005", as a trace and an explanation print it.
+        layer: the layer that reads an id; needed only where several layers read one store or base.
+        head: the head that reads an id, where cross-attention has several.
         texts: the corpus, texts or token ids, in which to look for the places where it fires. Of each the first 512
             tokens are read.
         count: how many tokens, examples and near entries to list.
@@ -92,8 +92,8 @@ def entry(
     if not reads_entries(subject.model):
         subject = Subject(from_ffn(subject.model), subject.tokenizer)
     model = subject.model
-    located = _located(subject, checks.integer("id", id), layer, head)
-    reader = located.reader
+    located = _located(subject, id, layer, head)
+    reader, head = located.reader, located.head or 0
     with evaluating(model), torch.no_grad():
         place = torch.tensor([located.place], device=subject.device)
         value = reader.values(place)[head]
@@ -104,11 +104,12 @@ def entry(
         threshold = float(reader.thresholds(place)[0, head, 0])
     return EntryReport(
         model=subject.name,
-        entry=id,
+        name=located.name(named.numbers),
+        entry=(number := int(reader.ids(place)[0])),
         layer=reader.layer,
         head=head,
-        expert=reader.base.expert_of([id])[0] if isinstance(reader, LayerEntries) else None,
-        name=Stream(model, []).paths[reader.layer],
+        expert=reader.base.expert_of([number])[0] if isinstance(reader, LayerEntries) else None,
+        path=Stream(model, []).paths[reader.layer],
         norm=float(value.norm()),
         threshold=threshold,
         raised=raised,
@@ -131,7 +132,22 @@ def removal(
     return _removal(subject, _located(subject, id, layer, head), text, position, 8)
 
 
-def _located(subject: Subject, id: int, layer: int | None, head: int) -> LocatedEntry:
+def _named(model: nn.Module, name: str) -> LocatedEntry:
+    for reader, (block, offset) in Stream(model, []).numbers.items():
+        before, found, number = name.partition(f"L{block}{reader.letter}")
+        if found and not before and number.isdecimal() and int(number) >= offset:
+            head, place = divmod(int(number) - offset, max(1, reader.span))
+            if head < len(reader.values(reader.every()[:1])) and place in reader.every():
+                return LocatedEntry(reader, place, head)
+    raise ValueError(f"no entry {name!r}: expected an id, or a name as a trace prints it")
+
+
+def _located(subject: Subject, id: int | str, layer: int | None, head: int) -> LocatedEntry:
+    if isinstance(id, str):
+        if layer is not None or head:
+            raise ValueError(f"{id} says the layer and the head: leave them out")
+        return _named(subject.model, id)
+    checks.integer("id", id)
     by_layer = {reader.layer: reader for reader in readers(subject.model)}
     base = next((reader.base for reader in by_layer.values() if isinstance(reader, LayerEntries)), None)
     if base is not None and isinstance(by_layer.get(-1 if layer is None else layer), LayerEntries | None):
@@ -164,9 +180,9 @@ class _Names:
         ids = torch.tensor([subject.ordinary_tokens(2)], device=subject.device)
         run = partial(cast(Any, model), input_ids=ids, **subject.sparing)
         with unobserved(model):
-            frozen = directions(Stream(model, [1]), run, lambda _: [0])
+            frozen = directions(stream := Stream(model, [1]), run, lambda _: [0])
         self._directions, self.without = (None, frozen) if isinstance(frozen, str) else (frozen, "")
-        self._subject = subject
+        self._subject, self.numbers = subject, stream.numbers
 
     def pushed(self, values: Tensor, count: int) -> list[tuple[tuple[Pushed, ...], tuple[Pushed, ...]]]:
         if self._directions is None:
@@ -269,7 +285,11 @@ def _nearest(subject: Subject, entry: LocatedEntry, head: int, count: int, names
         listed = [values(reader, place) for _, place, reader in best]
         pushed = names.pushed(torch.cat(listed), _WORDS) if listed else []
         yield tuple(
-            Near(int(reader.ids(place)[0]), reader.layer, cosine, tuple(token.token for token in raised))
+            Near(
+                LocatedEntry(reader, int(place), head).name(names.numbers),
+                *(int(reader.ids(place)[0]), reader.layer, cosine),
+                tuple(token.token for token in raised),
+            )
             for (cosine, place, reader), (raised, _) in zip(best, pushed, strict=True)
         )
 
@@ -291,6 +311,7 @@ def _removal(subject: Subject, entry: LocatedEntry, text: Text, position: int, c
     chances = zip(texts, listed, before[listed].exp().tolist(), after[listed].exp().tolist(), strict=True)
     return EntryRemoval(
         model=subject.name,
+        name=entry.name(Stream(model, []).numbers),
         layer=entry.reader.layer,
         entry=int(entry.reader.ids(torch.tensor([entry.place], device=ids.device))[0]),
         head=cast(int, entry.head),

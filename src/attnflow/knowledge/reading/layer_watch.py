@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -14,10 +14,13 @@ from torch.nn import functional
 from attnflow.knowledge.layered import LayerReader
 from attnflow.knowledge.reader import LayerReading, distinct
 from attnflow.knowledge.reading.direct_effect import Directions, Stream, wide
-from attnflow.knowledge.reading.provenance import Beside, By, LayerTrace
+from attnflow.knowledge.reading.provenance import Beside, By, LayerTrace, Promoted
+from attnflow.models.subject import Subject
 
 _WEIGHTS: Final = 1 << 22  # weights that are worked on at once, of all entries and as many tokens as that allows
 _BLOCK: Final = 1 << 13  # entries whose values are held at once
+_PROMOTED: Final = 5  # tokens named for an entry
+_LAST: Final = 40  # entries of the last position, as a page lists them, whose tokens are named first
 
 
 class LayerWatch:
@@ -128,7 +131,7 @@ class LayerWatch:
     def _numbered(self, places: Tensor, heads: Tensor) -> tuple[Tensor, int]:
         """Numbers of entries within their layer of the model, and that layer's number; see `layered.numbering`."""
         block, offset = self._stream.numbers[self.reader]
-        return (offset + heads * self.reader.num_entries + places).masked_fill(places < 0, -1).cpu(), block
+        return (offset + heads * self.reader.span + places).masked_fill(places < 0, -1).cpu(), block
 
     def _strongest(
         self, scores: Tensor, weights: Tensor, places: Tensor, towards: Tensor | None, direct: Tensor | None, by: By
@@ -178,3 +181,30 @@ class LayerWatch:
 def _pick(table: Tensor, order: Tensor) -> Tensor:
     """Gather from the flattened [heads, entries] of each position."""
     return table.flatten(1).gather(1, order)
+
+
+def promoted_tokens(
+    watched: Sequence[LayerWatch], frozen: Directions, count: int, subject: Subject
+) -> tuple[Promoted, ...]:
+    places, heads, effects = (
+        torch.cat([one.joined(name) for one in watched], dim=1).cpu() for name in ("places", "heads", "sizes")
+    )
+    which = torch.repeat_interleave(torch.tensor([one.joined("places").shape[1] for one in watched]))
+    order = effects.abs().masked_fill(places < 0, -1).argsort(dim=1, descending=True)
+    columns = [table.gather(1, order) for table in (which.expand_as(places), places, heads)]
+    ranked = [key for key in zip(*(table.T.flatten().tolist() for table in columns), strict=True) if key[1] >= 0]
+    last = [key for key in zip(*(table[-1].tolist() for table in columns), strict=True) if key[1] >= 0]
+    asked = list(dict.fromkeys(last[:_LAST] + ranked))[:count]
+    words: list[Promoted] = []
+    for index, one in enumerate(watched):
+        mine = [(place, head) for place_of, place, head in asked if place_of == index]
+        if mine:
+            where, at = (torch.tensor(column, device=frozen.rows.device) for column in zip(*mine, strict=True))
+            values = one.reader.values(where).detach().to(frozen.rows)[at, torch.arange(len(at), device=at.device)]
+            ids = one.reader.ids(where).tolist()
+            pushes = frozen.pushes(values)
+            sides = [pushes.topk(min(_PROMOTED, pushes.shape[-1]), largest=up).indices.tolist() for up in (True, False)]
+            for entry, (_, head), *moved in zip(ids, mine, *sides, strict=True):
+                texts = (tuple(subject.texts(tokens)) for tokens in moved)
+                words.append(Promoted(one.reader.layer, entry, head, *texts))
+    return tuple(words)

@@ -34,7 +34,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Near:
-    entry: int
+    name: str  # such as "L24N1005"
+    entry: int  # its id
     layer: int
     cosine: float
     raised: tuple[str, ...]  # the tokens that its value raises most
@@ -55,8 +56,9 @@ class EntryRemoval(Result):
     """What a model says next with an entry and without it: the entry's value is zero at all tokens."""
 
     model: str
+    name: str  # of the entry, such as "L24N1005"
     layer: int
-    entry: int
+    entry: int  # its id
     head: int
     tokens: tuple[str, ...]  # of the text
     position: int  # of the token after which the model speaks
@@ -77,7 +79,7 @@ class EntryRemoval(Result):
         answer = f"{'now' if self.changed else 'still'} {token_label(likeliest)}"
         lines = [["token", "with", "without"]]
         lines += [[token_label(chance.token), percent(chance.before), percent(chance.after)] for chance in self.chances]
-        head = f"after {shorten(''.join(self.tokens[: self.position + 1]), 60)!r} without entry {self.entry}: {answer}"
+        head = f"after {shorten(''.join(self.tokens[: self.position + 1]), 60)!r} without {self.name}: {answer}"
         return f"{head} (KL {self.kl:.3g} nats)\n{aligned(lines, left=[0])}"
 
 
@@ -86,11 +88,12 @@ class EntryReport(Result):
     """One entry of a model, as `af.knowledge.entry` returns it."""
 
     model: str  # its name
+    name: str  # of the entry: its layer and number there, such as "L24N1005"
     entry: int  # its id
     layer: int  # the layer that reads it
     head: int  # the head of cross-attention that reads it
     expert: int | None  # the expert that it belongs to, or None
-    name: str  # path of the module that reads it
+    path: str  # of the module that reads it
     norm: float  # Euclidean norm of its value
     threshold: float  # of its key (of a gated layer, of its gate)
     raised: tuple[Pushed, ...]  # the tokens whose logits its value raises most, at a positive weight; strongest first
@@ -111,14 +114,14 @@ class EntryReport(Result):
         table += [("lowers", token.token, token.token_id, token.strength) for token in self.lowered]
         table += [("fires", f"position {example.position}", example.text, example.weight) for example in self.examples]
         for kind, near in (("near by value", self.near_by_value), ("near by key", self.near_by_key)):
-            table += [(kind, f"layer {other.layer}", other.entry, other.cosine) for other in near]
+            table += [(kind, other.name, other.entry, other.cosine) for other in near]
         return [dict(zip(("kind", "name", "number", "value"), row, strict=True)) for row in table]
 
     def __repr__(self) -> str:
-        return f"<EntryReport {self.model}, layer {self.layer}, entry {self.entry}>"
+        return f"<EntryReport {self.model}, {self.name}>"
 
     def __str__(self) -> str:
-        lines = [f"entry {self.entry} of layer {self.layer} of {self.model}"]
+        lines = [f"{self.name} of {self.model}, entry {self.entry}"]
         for name, pushed in (("raises", self.raised), ("lowers", self.lowered)):
             if pushed:
                 lines.append(f"{name}  {' '.join(token_label(token.token) for token in pushed)}")
@@ -130,7 +133,7 @@ class EntryReport(Result):
             words = "".join(example.tokens[: example.position - example.first + 1])
             lines.append(f"  {example.weight:+.3g}  …{words[-60:]}".replace("\n", "↵"))
         for name, near in (("value", self.near_by_value), ("key", self.near_by_key)):
-            lines.append(f"near by {name}: {', '.join(f'{other.entry} ({other.cosine:.2f})' for other in near)}")
+            lines.append(f"near by {name}: {', '.join(f'{other.name} ({other.cosine:.2f})' for other in near)}")
         return "\n".join([*lines, *([str(self.removal)] if self.removal else [])])
 
 

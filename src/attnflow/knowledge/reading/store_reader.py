@@ -52,6 +52,8 @@ class StoreReader(SharedReader):
     entry. C is cross-attention (knowledge, eq. 1-9) with `softmax_one`. In training `source` may be a matrix.
     """
 
+    letter = "S"
+
     def __init__(
         self, layer: int, model_dim: int, pooled: PooledValues, key_dim: int, num_heads: int, source: EntrySource
     ) -> None:

@@ -16,6 +16,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.results import Result
 from attnflow.knowledge.convert import from_ffn
 from attnflow.knowledge.layered import LayerReader, numbering, readers, reads_entries, unobserved
+from attnflow.knowledge.reading.ablation import LocatedEntry
 from attnflow.knowledge.reading.direct_effect import Stream, directions
 from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject
@@ -113,8 +114,7 @@ def writers(
     numbered = numbering(subject.model)
     listed: list[WritingEntry] = []
     for cosine, push, reader, head, place in sorted(best, key=lambda found: -abs(found[0]))[:count]:
-        block, offset = numbered[reader]
-        name = f"L{block}{reader.letter}{offset + head * reader.num_entries + place}"
+        name = LocatedEntry(reader, place, head).name(numbered)
         entry = int(reader.ids(torch.tensor([place], device=subject.device))[0])
         listed.append(WritingEntry(name, reader.layer, entry, head, cosine, push))
     return TokenWriters(subject.name, subject.texts([wanted])[0], wanted, tuple(listed))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +13,13 @@ from torch import Tensor, nn
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.convert import from_ffn
-from attnflow.knowledge.layered import (
-    LayerReader,
-    SharedReader,
-    observed,
-    readers,
-    reads_entries,
-    unobserved,
-)
+from attnflow.knowledge.layered import LayerReader, SharedReader, observed, readers, reads_entries, unobserved
 from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.reading.direct_effect import Directions, Stream, directions, wide
-from attnflow.knowledge.reading.layer_watch import LayerWatch
-from attnflow.knowledge.reading.provenance import By, LayerTrace, Promoted, Trace
+from attnflow.knowledge.reading.layer_watch import LayerWatch, promoted_tokens
+from attnflow.knowledge.reading.provenance import By, LayerTrace, Trace
 from attnflow.knowledge.store.source import EntrySource
+from attnflow.models.arguments import unpadded
 from attnflow.models.passes.evaluation import evaluating, still
 from attnflow.models.passes.watching import Call, Watch
 from attnflow.models.subject import Loaded, Subject, Text
@@ -33,23 +27,43 @@ from attnflow.models.subject import Loaded, Subject, Text
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-_PROMOTED: Final = 5  # tokens named for an entry
-_LAST: Final = 40  # entries of the last position, as a page lists them, whose tokens are named first
+Prompts = list[str] | tuple[str, ...] | list[Mapping[str, Any]]
+Positions = int | Sequence[int] | None
+Words = str | int | Sequence[str | int] | None
 
 
+@overload
+def trace(
+    model: nn.Module | Loaded, inputs: str | Sequence[int] | Tensor, *, positions: Positions = ..., top: int = ...,
+    by: By | None = ..., targets: Words = ..., against: Words = ..., promoted: int = ..., ablate: int = ...,
+    tokenizer: PreTrainedTokenizerBase | None = ...,
+) -> Trace: ...  # fmt: skip
+@overload
+def trace(
+    model: nn.Module | Loaded, inputs: Prompts, *, positions: Positions | Sequence[Positions] = ..., top: int = ...,
+    by: By | None = ..., targets: Words | Sequence[Words] = ..., against: Words | Sequence[Words] = ...,
+    promoted: int = ..., ablate: int = ..., tokenizer: PreTrainedTokenizerBase | None = ...,
+) -> list[Trace]: ...  # fmt: skip
+@overload
+def trace(
+    model: nn.Module | Loaded, inputs: Text | Prompts, *, positions: Positions | Sequence[Positions] = ...,
+    top: int = ..., by: By | None = ..., targets: Words | Sequence[Words] = ...,
+    against: Words | Sequence[Words] = ..., promoted: int = ..., ablate: int = ...,
+    tokenizer: PreTrainedTokenizerBase | None = ...,
+) -> Trace | list[Trace]: ...  # fmt: skip
 def trace(
     model: nn.Module | Loaded,
-    inputs: Text,
+    inputs: Text | Prompts,
     *,
-    positions: int | Sequence[int] | None = None,
+    positions: Positions | Sequence[Positions] = None,
     top: int = 16,
     by: By | None = None,
-    targets: str | int | Sequence[str | int] | None = None,
-    against: str | int | Sequence[str | int] | None = None,
+    targets: Words | Sequence[Words] = None,
+    against: Words | Sequence[Words] = None,
     promoted: int = 128,
     ablate: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Trace:
+) -> Trace | list[Trace]:
     """Record which entries fired for each token and layer of a text, and their effect on the next token's logit.
 
     Three numbers are never mixed up. The *effect* is the weight times the value of an entry, times the derivative of
@@ -58,7 +72,9 @@ def trace(
 
     Args:
         model: any model, or what `af.load_model` returned. If it is not converted, a converted copy is traced.
-        inputs: a text; token ids [tokens] or [1, tokens]; or the model's named inputs for one sequence.
+        inputs: a text; token ids [tokens] or [1, tokens]; or the model's named inputs for one sequence. Several prompts
+            are a list of texts or of named inputs, or named inputs of several rows, whose `attention_mask` tells the
+            padding. `positions`, `targets` and `against` are then those of all, or a list with those of each prompt.
         positions: the tokens to trace, with negative positions counted from the end; by default all.
         top: how many entries are kept for each token and layer.
         by: which entries to keep: those with the largest absolute "effect", or "direct" effect, or with the largest
@@ -76,7 +92,8 @@ def trace(
     Returns:
         The trace of all layers that run, on the CPU, in float32 (float64 for a model in float64). The experts of a
         layer count as one layer, and shared experts as another. Entries of an attached store have their texts. Some
-        models have no direct effects in closed form; `.without` then says why.
+        models have no direct effects in closed form; `.without` then says why. Of several prompts, a list of traces:
+        they run one after another without their padding, so that each trace is exactly that of the prompt alone.
 
     Raises:
         ValueError: a position or a token does not exist; a text of several tokens with `positions`, `against` or more.
@@ -110,12 +127,20 @@ def trace(
     checks.integer("ablate", ablate, 0, top)
     if by not in (None, "norm", "effect", "direct"):
         raise ValueError(f"by must be 'effect', 'direct' or 'norm', got {by!r}")
+    prompts = _prompts(subject, inputs)
+    asked = [[given] if prompts is None else _each(given, len(prompts)) for given in (positions, targets, against)]
+    questions = [_question(subject, *one) for one in zip(prompts or [inputs], *asked, strict=True)]
+    if ablate and any(question.whole for question in questions):
+        raise ValueError("a target of several tokens is not ablated: pass one token, or leave ablate out")
     if not reads_entries(subject.model):
         with torch.inference_mode(False):
             subject = Subject(from_ffn(subject.model), subject.tokenizer)
-    question = _question(subject, inputs, positions, targets, against)
-    if question.whole and ablate:
-        raise ValueError("a target of several tokens is not ablated: pass one token, or leave ablate out")
+    found = [_traced(replace(one, subject=subject), top, by, promoted, ablate) for one in questions]
+    return found[0] if prompts is None else found
+
+
+def _traced(question: _Question, top: int, by: By | None, promoted: int, ablate: int) -> Trace:
+    subject = question.subject
     stream, every = Stream(subject.model, question.rows), readers(subject.model)
     run = partial(cast(Any, subject.model), **question.arguments)
     with unobserved(subject.model):
@@ -124,7 +149,7 @@ def trace(
         if isinstance(towards, str) and by == "direct":
             raise ValueError(f"this model has no direct effects, since {towards}: use by='effect' or by='norm'")
         frozen = towards if isinstance(towards, Directions) else None
-        if answered is None and (by == "effect" or (targets is not None and by != "norm")):
+        if answered is None and (by == "effect" or (question.wanted is not None and by != "norm")):
             raise ValueError(f"{subject.kind} returns no logits of tokens, so it has no effects: use by='norm'")
         order: By = by or ("norm" if answered is None else "effect")
         # layers of another stack, such as an image tower, do not run
@@ -133,7 +158,7 @@ def trace(
             for layer in watched:
                 layer.frozen = frozen
             traced = tuple(layer.finish(order) for layer in watched)
-            words = () if frozen is None else _promoted(watched, frozen, promoted, subject)
+            words = () if frozen is None else promoted_tokens(watched, frozen, promoted, subject)
             about: dict[str, Any] = {"without": towards if frozen is None else ""} | (answered or {})
             if frozen is not None:
                 effects = frozen.effects.items()
@@ -156,7 +181,7 @@ def trace(
 class _Question:
     arguments: dict[str, Tensor]
     rows: list[int]  # the traced positions
-    wanted: str | int | Sequence[str | int] | None
+    wanted: Words
     against: list[int]
     whole: bool  # whether the targets are the tokens of one answer, whose log-probability counts
     subject: Subject
@@ -175,13 +200,25 @@ class _Question:
         return (logits[..., self.against] if self.against else logits).mean(dim=-1)
 
 
-def _question(
-    subject: Subject,
-    inputs: Text,
-    positions: int | Sequence[int] | None,
-    targets: str | int | Sequence[str | int] | None,
-    against: str | int | Sequence[str | int] | None,
-) -> _Question:
+def _prompts(subject: Subject, inputs: Text | Prompts) -> Sequence[Text] | None:
+    """Those of a batch, each without its padding; None if the inputs are those of one."""
+    if isinstance(inputs, Mapping):
+        named = subject.read(inputs, ids=True)
+        return unpadded(named) if len(named["input_ids"]) > 1 else None
+    listed = isinstance(inputs, list | tuple) and any(isinstance(one, str | Mapping) for one in inputs)
+    return cast(Sequence[Text], inputs) if listed else None
+
+
+def _each(given: Any, count: int) -> list[Any]:
+    """What is asked of each of some prompts: the same of all, unless it is a list."""
+    if given is None or isinstance(given, str | int):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"expected a value for all prompts, or a list of one for each of the {count}, got {given!r}")
+    return list(given)
+
+
+def _question(subject: Subject, inputs: Text, positions: Positions, targets: Words, against: Words) -> _Question:
     arguments = subject.read(inputs, ids=True)
     if len(arguments["input_ids"]) > 1:
         raise ValueError(f"trace takes one sequence, got {len(arguments['input_ids'])}: pass one row of the inputs")
@@ -288,20 +325,14 @@ def _sizes(layer: LayerTrace, by: By) -> Tensor:
     return {"norm": layer.norms, "effect": layer.effects, "direct": layer.direct_effects}[by].abs()  # pyright: ignore
 
 
-def _positions(positions: int | Sequence[int] | None, size: int) -> list[int]:
+def _positions(positions: Positions, size: int) -> list[int]:
     chosen = range(size) if positions is None else [positions] if isinstance(positions, int) else list(positions)
     if not chosen or not all(-size <= position < size for position in chosen):
         raise ValueError(f"positions must be from {-size} to {size - 1} for {size} tokens, got {chosen}")
     return sorted({position % size for position in chosen})
 
 
-def _targets(
-    wanted: str | int | Sequence[str | int] | None,
-    ids: Sequence[int],
-    rows: Sequence[int],
-    subject: Subject,
-    logits: Tensor,
-) -> list[int]:
+def _targets(wanted: Words, ids: Sequence[int], rows: Sequence[int], subject: Subject, logits: Tensor) -> list[int]:
     """Return the given target ids; by default the next token, and after the last token the most likely one."""
     if wanted is None:
         return [ids[row + 1] if row + 1 < len(ids) else int(logits.argmax()) for row in rows]
@@ -311,31 +342,6 @@ def _targets(
     targets = [subject.token(word) if isinstance(word, str) else int(word) for word in listed]
     checks.index_array("targets", targets, len(logits))
     return targets
-
-
-def _promoted(watched: Sequence[LayerWatch], frozen: Directions, count: int, subject: Subject) -> tuple[Promoted, ...]:
-    places, heads, effects = (
-        torch.cat([one.joined(name) for one in watched], dim=1).cpu() for name in ("places", "heads", "sizes")
-    )
-    which = torch.repeat_interleave(torch.tensor([one.joined("places").shape[1] for one in watched]))
-    order = effects.abs().masked_fill(places < 0, -1).argsort(dim=1, descending=True)
-    columns = [table.gather(1, order) for table in (which.expand_as(places), places, heads)]
-    ranked = [key for key in zip(*(table.T.flatten().tolist() for table in columns), strict=True) if key[1] >= 0]
-    last = [key for key in zip(*(table[-1].tolist() for table in columns), strict=True) if key[1] >= 0]
-    asked = list(dict.fromkeys(last[:_LAST] + ranked))[:count]
-    words: list[Promoted] = []
-    for index, one in enumerate(watched):
-        mine = [(place, head) for place_of, place, head in asked if place_of == index]
-        if mine:
-            where, at = (torch.tensor(column, device=frozen.rows.device) for column in zip(*mine, strict=True))
-            values = one.reader.values(where).detach().to(frozen.rows)[at, torch.arange(len(at), device=at.device)]
-            ids = one.reader.ids(where).tolist()
-            pushes = frozen.pushes(values)
-            sides = [pushes.topk(min(_PROMOTED, pushes.shape[-1]), largest=up).indices.tolist() for up in (True, False)]
-            for entry, (_, head), *moved in zip(ids, mine, *sides, strict=True):
-                texts = (tuple(subject.texts(tokens)) for tokens in moved)
-                words.append(Promoted(one.reader.layer, entry, head, *texts))
-    return tuple(words)
 
 
 def _texts(reader: LayerReader, layers: Sequence[LayerTrace]) -> dict[int, str]:

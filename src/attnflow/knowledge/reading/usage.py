@@ -69,10 +69,16 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
             counted = mask[:, mask.shape[1] - steps :].flatten()
         # Another total means that entries were passed in place of the model's base.
         total = reader.num_entries if reading.certificate is None else reading.certificate.total
-        if reading.ids is not None and total == reader.num_entries:
-            counts.may_read(reading.layer, reader.ids(torch.arange(reader.num_entries, device=reading.ids.device)))
+        every = reader.every().to(reading.weights.device)
+        if reading.ids is not None and total == len(every):
+            counts.may_read(reading.layer, reader.ids(every))
+        listed = reading.ids is None and reading.weights.shape[-1] == len(every)
+
+        def ids(places: Tensor) -> Tensor:
+            return reader.ids(every[places] if listed else places)
+
         fires = reading.scores[0] > 0 if isinstance(reader, ExpertEntries) else None  # gates of any function
-        counts.see(reading, reader.ids, counted, fires)
+        counts.see(reading, ids, counted, fires)
 
     observers = [(reader, partial(see, reader)) for reader in layers]
     with Watch({"model": model}, take, everywhere=True), observed(observers):

@@ -48,6 +48,7 @@ class FeedForward:
 
 
 PER_LAYER: Final = ("per_layer_input_gate",)
+ADAPTED: Final = "base_layer"  # of an adapter (PEFT): the module that it changes
 # The first that fits holds, in names and in shapes.
 FEED_FORWARD: Final = (
     FeedForward(("gate_proj", "up_proj"), "down_proj", gated=True),
@@ -186,6 +187,7 @@ def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) ->
             for name, p in here.items()
             if not (p.ndim == 2 and (len(p) == 1 or any(len(p) == n and name.startswith(at) for at, n in rows)))
         }
+    covered |= {id(parameter) for parameter in rest.values()}
     maps: dict[type, set[str]] = {}
     for site in sites:
         if isinstance(site, FeedForward):
@@ -201,6 +203,16 @@ def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) ->
 def stored(module: nn.Module) -> Tensor:
     weight = cast(Tensor, module.weight)
     return weight.T if isinstance(module, Conv1D) else weight
+
+
+def applied(module: nn.Module) -> Tensor:
+    """The matrix [out, in] that a linear map applies: of one in adapters, what it makes of the rows of an identity."""
+    inner = stored(getattr(module, ADAPTED, module)).detach()
+    if isinstance(module, nn.Linear | Conv1D):
+        return inner
+    identity = torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device)
+    with evaluating(module), torch.no_grad():
+        return (module.forward(identity) - module.forward(0 * identity[:1])).T
 
 
 def _beside_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -264,6 +276,7 @@ def _linear(module: nn.Module, path: str) -> nn.Module | None:
     inner: nn.Module | None = module
     for name in path.split("."):
         inner = None if inner is None else inner._modules.get(name)
+    inner = getattr(inner, ADAPTED, inner)
     return inner if isinstance(inner, nn.Linear | Conv1D) else None
 
 
