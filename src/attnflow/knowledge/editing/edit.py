@@ -277,7 +277,7 @@ def _next(subject: Subject, texts: Sequence[str]) -> list[Tensor]:
 
 class _Measured(NamedTuple):
     chance: float  # of the answer
-    answered: list[bool]  # the prompt and each paraphrase
+    answered: list[bool]  # the prompt, each paraphrase and each rewording
     said: list[int]  # the most likely token after each of them
     about: tuple[Tensor, Tensor]  # of statements that are measured, the most likely token and its probability
     beside: tuple[Tensor, Tensor]
@@ -287,7 +287,7 @@ class _Measured(NamedTuple):
 @torch.no_grad()
 def _measured(subject: Subject, fact: Fact, guard: EditGuard) -> _Measured:
     answer = token_ids(subject.tokenizer, fact.answer, answer=True)
-    prompts = [token_ids(subject.tokenizer, prompt) for prompt in fact.prompts]
+    prompts = [token_ids(subject.tokenizer, prompt) for prompt in (*fact.prompts, *guard.rewordings)]
     out = answers_of(subject, prompts, [answer] * len(prompts))
     said = cast("list[int]", out.rows.argmax(dim=-1).tolist())
     others = [likely(subject, texts).max(dim=-1) for texts in (guard.about_measured, guard.beside_measured)]
@@ -303,6 +303,6 @@ def _change(fact: Fact, old: _Measured, new: _Measured) -> FactChange:
         sure = chance >= _SURE
         kept += [int(sure.sum()), int((sure & (was == now)).sum())]
     return FactChange(
-        fact.prompt, fact.answer, old.chance, new.chance, old.word, new.word, new.answered[0], sum(new.answered[1:]),
-        len(follow), sum(follow), *kept,
+        fact.prompt, fact.answer, old.chance, new.chance, old.word, new.word, new.answered[0],
+        sum(new.answered[1 : len(fact.prompts)]), len(follow), sum(follow), *kept,
     )  # fmt: skip
