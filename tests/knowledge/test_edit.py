@@ -19,10 +19,10 @@ from attnflow.knowledge.editing.edit_targets import (
     sampled_text,
     targets,
     token_ids,
-    weights_everywhere,
 )
 from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
 from attnflow.knowledge.editing.guard import NO_GUARD, EditGuard, guard_of, likely
+from attnflow.knowledge.editing.inputs import inputs_everywhere
 from attnflow.models import load_model
 from attnflow.models.subject import Subject
 from tests.models import tiny
@@ -148,7 +148,7 @@ def test_what_a_guard_holds_moves_less(tokenizer):
 
     def moved(moments):
         changes = value_changes(subject, layers, aims, [], moments, Method.ridge)
-        held = weights_everywhere(subject, layers, [token_ids(tokenizer, text) for text in guard.about + guard.beside])
+        held = inputs_everywhere(subject, layers, [token_ids(tokenizer, text) for text in guard.about + guard.beside])
         return [float((held[layer] @ changes[layer]).norm()) for layer in layers]
 
     free, held = moved(moments), moved(guarded(subject, layers, moments, [guard]))

@@ -6,10 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, TypeVar, cast
+
+from torch import Tensor
 
 from attnflow._core.markup import aligned, plural, shorten
 from attnflow._core.results import Result
+
+Distance = TypeVar("Distance", float, Tensor)
 
 _NATS: Final = 0.01  # by which the loss on other text may rise, a token
 
@@ -98,6 +102,30 @@ class FactChange:
 
 
 @dataclass(frozen=True)
+class ShiftBound:
+    """A bound of the norm of what an edit adds to one layer's output, at any token of any text.
+
+    It is `bound(distance)`, where the distance is that of the layer's input, behind the norm, from the nearest input at
+    the subject of an edited fact. `largest_ratio` is that of the real shift over the bound, at `checked` tokens of
+    other prompts.
+
+    The bound holds, and promises little away from the facts: for three edits of SmolLM2-135M, at other prompts'
+    tokens, 0.8 to 7 from the fact where inputs are 3 long, the real shift was at most 13 % of it, and in the median
+    0.01 %. What an edit does there is what the report measured.
+    """
+
+    layer: int
+    shift: float
+    slope: float
+    bend: float
+    checked: int = 0
+    largest_ratio: float = 0.0
+
+    def bound(self, distance: Distance) -> Distance:
+        return self.shift + self.slope * distance + self.bend * distance**2
+
+
+@dataclass(frozen=True)
 class EditReport(Result):
     """The effect of an edit of a model's entries."""
 
@@ -108,6 +136,8 @@ class EditReport(Result):
     untouched: int  # the number of texts that must not change
     largest_shift: float  # the largest change of any next token's probability on these texts; 0 without texts
     text: float | None = None  # the change of the loss on text that the edit has not read, in nats a token
+    # For each layer whose activation is known, how far what it writes can move at most, checked at what is measured.
+    certificate: tuple[ShiftBound, ...] = ()
 
     @property
     def ok(self) -> bool | None:
@@ -186,6 +216,11 @@ class EditReport(Result):
         if self.untouched:
             texts = plural(self.untouched, "text")
             lines.append(f"{texts} that must not change: probabilities moved by at most {self.largest_shift:.1g}")
+        if checked := max((bound.checked for bound in self.certificate), default=0):
+            ratio = max(bound.largest_ratio for bound in self.certificate)
+            lines.append(
+                f"at {plural(checked, 'token')} of other prompts, layers moved by at most {ratio:.1%} of the bound"
+            )
         lines += [f"outside its bound: {problem}" for problem in self.problems]
         lines += [f"not promised: {what}" for what in self.unmeasured]
         return "\n".join(lines)
