@@ -21,7 +21,7 @@ from attnflow.knowledge.editing.edit_targets import (
     token_ids,
 )
 from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
-from attnflow.knowledge.editing.guard import NO_GUARD, EditGuard, guard_of, likely
+from attnflow.knowledge.editing.guard import NO_GUARD, EditGuard, continued, guard_of, likely
 from attnflow.knowledge.editing.inputs import inputs_everywhere
 from attnflow.models import load_model
 from attnflow.models.subject import Subject
@@ -419,3 +419,44 @@ def test_least_changes_that_are_refused():
         least_change(torch.cat([weights, weights]), torch.cat([wanted, wanted]), moment)
     with pytest.raises(ValueError, match="must not change"):
         least_change(weights, wanted, moment, untouched=torch.cat([untouched, weights[:1]]), ridge=0.1)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_a_model_goes_on_with_is_its_greedy_text(count, tokenizer):
+    subject = Subject(converted().double(), tokenizer)
+    prompts = ["the capital of France", "the sky", "a long way from the sea and", "and the sky"]
+    said, chances = continued(subject, prompts, count)
+    assert torch.equal(said, continued(subject, prompts, count, likely(subject, prompts))[0])
+    for row, chance, prompt in zip(said, chances, prompts, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        out = subject.model.generate(
+            ids,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        assert out.sequences[0, ids.shape[1] :].tolist() == row.tolist()
+        logs = [logits[0].log_softmax(-1)[token] for logits, token in zip(out.logits, row, strict=True)]
+        assert float(chance) == pytest.approx(float(torch.stack(logs).mean().exp()), rel=1e-5)
+    nothing, _ = continued(subject, [], count)
+    assert nothing.shape == (0, count)
+
+
+def test_answers_of_several_tokens_are_kept_as_a_whole(tokenizer):
+    """A statement stays if the model goes on as before for as many tokens as the answer has."""
+    model = converted()
+    subject = Subject(model, tokenizer)
+    fact = Fact("the capital of France", "Rome Spain", "France")
+    guard = guard_of(subject, fact, [fact])
+    measured = [*guard.about_measured, *guard.beside_measured]
+    before, sure = continued(subject, measured, 2)
+    assert len(before) > 8
+    with edit(model, fact, text=TEXT, tokenizer=tokenizer, layers=[1, 2]) as handle:
+        after, _ = continued(subject, measured, 2)
+        (change,) = handle.report.facts
+    known, stay = sure >= 0.15, before == after
+    assert change.about + change.beside == int(known.sum())
+    assert change.about_kept + change.beside_kept == int((known & stay.all(dim=1)).sum())
+    assert bool((known & stay[:, 0] & ~stay.all(dim=1)).any())  # of these the first token alone would count

@@ -29,7 +29,7 @@ from attnflow.knowledge.editing.edit_targets import (
 )
 from attnflow.knowledge.editing.edited import Edited, editable
 from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
-from attnflow.knowledge.editing.guard import NO_GUARD, EditGuard, guard_of, likely
+from attnflow.knowledge.editing.guard import NO_GUARD, EditGuard, continued, guard_of, likely
 from attnflow.knowledge.editing.inputs import inputs_everywhere
 from attnflow.knowledge.layered import EntryValues, readers
 from attnflow.models.passes.evaluation import evaluating
@@ -43,7 +43,7 @@ Facts = Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Pa
 _RANK: Final = 1e-10  # of the largest singular value: smaller ones of what must not change are rounding
 _ABOUT: Final = 0.01  # weight of other statements about a fact's subject beside that of text
 _BESIDE: Final = 1.0  # weight of the fact's prompt about other subjects
-_SURE: Final = 0.15  # probability of a next token from which the model is taken to say it
+_SURE: Final = 0.15  # probability per token of a continuation from which the model is taken to say it
 _FREE: Final = 1e-8  # of the squared length of whitened weights: less may be rounding
 
 
@@ -286,33 +286,35 @@ def _next(subject: Subject, texts: Sequence[str]) -> list[Tensor]:
 
 
 class _Measured(NamedTuple):
+    """Continuations have as many tokens as the answer, [prompts, tokens]."""
+
     chance: float  # of the answer
     answered: list[bool]  # the prompt, each paraphrase and each rewording
-    said: list[int]  # the most likely token after each of them
-    about: tuple[Tensor, Tensor]  # of statements that are measured, the most likely token and its probability
+    said: Tensor  # the continuation of each of them
+    about: tuple[Tensor, Tensor]  # of statements that are measured, the continuation and its probability, per token
     beside: tuple[Tensor, Tensor]
-    word: str  # that the model says to the prompt
+    words: str  # that the model says to the prompt
 
 
 @torch.no_grad()
 def _measured(subject: Subject, fact: Fact, guard: EditGuard) -> _Measured:
-    answer = token_ids(subject.tokenizer, fact.answer, answer=True)
-    prompts = [token_ids(subject.tokenizer, prompt) for prompt in (*fact.prompts, *guard.rewordings)]
-    out = answers_of(subject, prompts, [answer] * len(prompts))
-    said = cast("list[int]", out.rows.argmax(dim=-1).tolist())
-    others = [likely(subject, texts).max(dim=-1) for texts in (guard.about_measured, guard.beside_measured)]
-    about, beside = [(best.indices, best.values) for best in others]
-    (word,) = subject.texts(said[:1])
-    return _Measured(float(out.scores[0].exp()), cast("list[bool]", out.first.tolist()), said, about, beside, word)
+    answer, prompts = token_ids(subject.tokenizer, fact.answer, answer=True), (*fact.prompts, *guard.rewordings)
+    rows = [token_ids(subject.tokenizer, prompt) for prompt in prompts]
+    out = answers_of(subject, rows, [answer] * len(rows))
+    said, _ = continued(subject, prompts, len(answer), out.rows.softmax(dim=-1).cpu())
+    about, beside = (continued(subject, texts, len(answer)) for texts in (guard.about_measured, guard.beside_measured))
+    words = "".join(subject.texts(cast("list[int]", said[0].tolist())))
+    return _Measured(float(out.scores[0].exp()), cast("list[bool]", out.first.tolist()), said, about, beside, words)
 
 
 def _change(fact: Fact, old: _Measured, new: _Measured) -> FactChange:
-    follow = [now for was, now in zip(old.said[1:], new.answered[1:], strict=True) if was == old.said[0]]
+    understood = (old.said[1:] == old.said[0]).all(dim=1).tolist()
+    follow = [now for same, now in zip(understood, new.answered[1:], strict=True) if same]
     kept: list[int] = []
     for (was, chance), (now, _) in ((old.about, new.about), (old.beside, new.beside)):
         sure = chance >= _SURE
-        kept += [int(sure.sum()), int((sure & (was == now)).sum())]
+        kept += [int(sure.sum()), int((sure & (was == now).all(dim=1)).sum())]
     return FactChange(
-        fact.prompt, fact.answer, old.chance, new.chance, old.word, new.word, new.answered[0],
+        fact.prompt, fact.answer, old.chance, new.chance, old.words, new.words, new.answered[0],
         sum(new.answered[1 : len(fact.prompts)]), len(follow), sum(follow), *kept,
     )  # fmt: skip

@@ -79,16 +79,16 @@ def _from_mapping(values: Mapping[str, object]) -> Fact:
 class FactChange:
     """The effect of an edit on one fact: the answer's probability (per token, geometric mean) before and after.
 
-    `about` counts other statements on the subject and `beside` the prompt about other subjects. Of both, those count
-    after which the model was sure of the next token before the edit, and which the edit was not told to keep; `_kept`
-    counts where that token is still the most likely one.
+    `about` counts other statements on the subject and `beside` the prompt about other subjects. What the model says to
+    them is its most likely continuation, of as many tokens as the answer. Those count of which it was sure before the
+    edit, and which the edit was not told to keep; `_kept` counts where it still says the same.
     """
 
     prompt: str
     answer: str
     before: float
     after: float
-    said_before: str  # the most likely token after the prompt
+    said_before: str  # the most likely continuation of the prompt, of as many tokens as the answer
     said_after: str
     changed: bool  # whether the model now gives the answer: each of its tokens is the most likely one
     paraphrases_changed: int  # the number of paraphrases that get the answer
