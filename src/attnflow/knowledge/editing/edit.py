@@ -94,8 +94,14 @@ def edit(
         progress: called as progress(done, total, what).
 
     Returns:
-        A handle: it prints the model's new answers and what was measured beside them, which `.report` holds; its `ok`
-        asks that all of it lies within stated bounds. `remove()` restores the values bit for bit.
+        A handle: it prints the model's new answers and what was measured beside them, which `.report` holds. The
+        report's `ok` is True if all of that lies within stated bounds, False if something does not, and None if
+        something that has a bound was not measured, as with `guard=False` or without a paraphrase. Its `certificate`
+        bounds what each layer can add at any other input. `remove()` restores the values bit for bit.
+
+    What holds: `untouched` texts keep their outputs up to rounding, `remove` restores every bit, and the certificate is
+    a theorem. Whether a fact changes, and what stays beside it, is measured and not guaranteed; an edit outside its
+    bounds is made all the same, and flagged.
 
     Raises:
         ValueError: a prompt or an answer is empty; a prompt lacks its subject or is too long for the model; a layer
