@@ -1,4 +1,4 @@
-"""Examples in docstrings as code: an extension of griffe, by which mkdocstrings reads the package."""
+"""Examples in docstrings as code: an extension of griffe, the reader of mkdocstrings."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Pages that lie beside `docs/`, and to which pages link: tutorials as notebooks, experiments, and tests as files."""
+"""Pages outside `docs/` that its pages link to: tutorials as notebooks, experiments, and tests as files."""
 
 import os
 import re

@@ -65,7 +65,7 @@ def growth() -> Any:
 
 
 def witness() -> Any:
-    """Two documents of four tokens, one wrong pair, and the path by which one document now reaches the other."""
+    """Two documents of four tokens, one wrong pair, and the path that now leads from one document to the other."""
     mask = af.masks.document([4, 4]) & af.masks.sliding_window(8, 3)
     flow = af.order.analyze(mask | af.masks.from_edges([(4, 3)], 8))
     return af.report.figure(flow.hasse, highlight=flow.path(0, 6))

@@ -1,7 +1,7 @@
 """The main job on a real model and real text, as `make demo` runs it: two masks derived, proved and run on SmolLM2.
 
-Derives block two-stream and butterfly attention from their tasks, proves them free of leaks, shows that the paper's
-eq. 58 is wrong as printed, audits the model, runs the merged tasks in float64 against every subtask alone, asks the
+Derives block two-stream and butterfly attention from their tasks, and proves them free of leaks. Shows that the paper's
+eq. 58 is wrong as printed. Audits the model, runs the merged tasks in float64 against every subtask alone, asks the
 model who told it an answer, and writes a report. Each proof has a control that must fail. It takes one to two minutes
 on two cores and 6 GB of memory, and downloads nothing. Exits with 1 if anything comes out otherwise.
 `python examples/demo.py [MODEL] [REPORT.html]`
@@ -149,7 +149,7 @@ def step(title, work, shown):
 
 
 def run(name, model, token_ids, blocks=BLOCKS, block=BLOCK, butterfly=BUTTERFLY, audited=AUDITED):
-    """(whether all came out as claimed, results for a page); the model is left as it was."""
+    """(whether all came out as claimed, results for a page); the model ends unchanged."""
     block_family = af.tasks.block_two_stream(token_ids[: blocks * block], block, mask_token=0)
     formula = f"eq. 45, block_two_stream({blocks}, {block})"
     two_stream = Objective.of("block two-stream", block_family, formula, af.masks.block_two_stream(blocks, block))

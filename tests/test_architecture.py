@@ -109,21 +109,21 @@ def test_a_room_opens_without_the_optional_packages(name, opened):
 # Lines of each room, as few as they are now. Raising one is a decision: a commit of its own, which says why.
 BUDGETS = {
     "_core": 1_235,
-    "audit": 8_240,
+    "audit": 8_270,
     "bias": 4_725,
     "cli": 2_025,
-    "explain": 1_625,
+    "explain": 1_665,
     "geometry": 2_690,
-    "knowledge": 8_395,
+    "knowledge": 8_760,
     "masks": 4_060,
-    "models": 6_030,
+    "models": 6_055,
     "order": 1_365,
     "report": 7_025,
     "studio": 760,
     "tasks": 4_800,
     "testing": 530,
 }
-TESTS = 49_300
+TESTS = 49_900
 
 
 @pytest.mark.parametrize("room", ["_core", *ROOMS])

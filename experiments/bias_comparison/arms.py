@@ -1,4 +1,4 @@
-"""The arms of a comparison, all of which add the same number of parameters to a model within two per cent."""
+"""The arms of a comparison: all add the same number of parameters to a model, within two per cent."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def arm_of(model: nn.Module, name: str, hidden_dim: int = 64, layers: Placement 
 
 @contextmanager
 def fitted(model: Any, arm: Arm, seed: int, trained: Trained = "additions", backend: str = "auto") -> Generator[Any]:
-    """The model with an arm, freshly initialised from a seed; as it was afterwards.
+    """The model with an arm, freshly initialised from a seed; afterwards the model is unchanged.
 
     Every arm but ALiBi and He's initialisation begins as the model itself, exactly.
 

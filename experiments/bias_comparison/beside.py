@@ -1,4 +1,4 @@
-"""What is no bias: wider feed-forward layers and a gate on the output of attention, added to a model by hooks."""
+"""Rivals of a bias: wider feed-forward layers and a gate on the output of attention, added to a model by hooks."""
 
 from __future__ import annotations
 

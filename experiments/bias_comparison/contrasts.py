@@ -92,7 +92,7 @@ def _few(results: Results) -> Contrasts:
 
 
 def _recall(results: Results) -> Contrasts:
-    """What distractor sentences cost, and what is found in the middle of longer sequences."""
+    """What distractor sentences cost, and how much the model finds in the middle of longer sequences."""
     made: Contrasts = {}
     arms = {arm: one for (part, arm), one in results.items() if part == "recall"}
     lost = {arm: one.extra(_lost) for arm, one in arms.items()}

@@ -21,7 +21,7 @@ _PAIRS = 1 << 17  # of query and key in a pass that measures: memory of a bias t
 
 
 def rows_of(part: Part, name: str, texts: Texts | None) -> Rows | None:
-    """The text that an arm is trained on; with "" as its name, the text of the start. None for a probe."""
+    """The text that an arm is trained on; with "" as its name, the text of the start. A probe has None."""
     if part.kind == "probe" or texts is None:
         return None
     return texts.new if name == "new text" or (part.name in ("tuned", "few") and name) else texts.old

@@ -1,4 +1,4 @@
-"""Small tasks with known answers, each of which one mechanism should favour, or none."""
+"""Small tasks with known answers: each should favour one mechanism, or none."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ Results = Mapping[tuple[str, str], Result]
 def read_results(folder: Path) -> tuple[Mapping[str, Any], dict[tuple[str, str], Result]]:
     """(config, every arm whose learning rates have all been tried) of a study.
 
-    Where all seeds choose, those count with which every arm of the part has run at every rate of the config: a study
-    that is still running has results for the seeds that are in.
+    Where all seeds choose, a seed counts once every arm of the part has run with it at every rate of the config: a
+    study that is still running has results for its complete seeds.
     """
     about, finished = read_study(folder)
     runs = {Job(**run["job"]): run for run in finished}

@@ -162,7 +162,7 @@ def few() -> Comparison:
 
 
 def smollm2() -> Comparison:
-    """SmolLM2-135M, of which only what is added is trained: hours of two CPU cores."""
+    """SmolLM2-135M, with training of the additions alone: hours of two CPU cores."""
     part = Part(
         "tuned",
         "text",

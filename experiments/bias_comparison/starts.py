@@ -36,7 +36,7 @@ class Start:
     own: tuple[nn.Parameter, ...]  # its parameters, in the order of its optimiser
 
     def restore_additions(self, trained: nn.Module) -> None:
-        """Give the model, to which the same arm has been added anew, what that arm was trained to."""
+        """Give the model, which has the same arm added anew, the trained weights of that arm."""
         if self.place is None or self.added == "plain":
             return
         saved = load_file(newest_of(self.place) / "model.safetensors")

@@ -101,7 +101,7 @@ def _mean(values: Sequence[Any]) -> Any:
 def table(content: Mapping[str, Any]) -> str:
     """The results in text; the first line says whether guidance is worth it.
 
-    "seen": the smallest difference that would be told apart from 0 in four of five such studies.
+    "seen": the smallest difference that four of five such studies would distinguish from 0.
     """
     head = ["part", "arm", "added", "rate", "seeds", "held-out loss", "guidance less this", "seen", "right", "solved"]
     lines = [head]

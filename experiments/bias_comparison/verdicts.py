@@ -1,4 +1,4 @@
-"""The rules by which the results judge the paper's claims, and what a verdict says beside its figures."""
+"""The rules that judge the paper's claims by the results, and what a verdict says beside its figures."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ def operations(run: Callable[[], object]) -> int:
 
 
 def passes(model: Any, length: int) -> int:
-    """Of a forward pass on one row. The model must have eager attention, so that no product hides in a kernel."""
+    """Count one forward pass on a row. The model must have eager attention, so that no product hides in a kernel."""
     ids = torch.zeros(1, length, dtype=torch.long, device=model.device)
-    # With a mask of its own, of which the model asks no number; its values do not matter for what is counted.
+    # An explicit mask, since the model would read numbers to make its own; its values do not matter for the counts.
     mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=model.device)
     if model.device.type != "meta":
         mask = mask.masked_fill(~torch.ones_like(mask, dtype=torch.bool).tril(), torch.finfo(model.dtype).min)

@@ -1,4 +1,4 @@
-"""The settings of the measurement, and its jobs: what can be counted, and rounds in which every arm is timed once."""
+"""The settings of the measurement, and its jobs: what can be counted, and rounds that time every arm once."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def setup(config: Measurement) -> Setup:
 
 
 def run_passes(model: Any, config: Measurement) -> dict[str, int]:
-    """Operations of a forward pass of every arm as it runs, of a row as it is timed."""
+    """Operations of a forward pass of every arm that runs, on a row of the length that is timed."""
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

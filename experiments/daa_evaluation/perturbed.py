@@ -45,8 +45,8 @@ class Gold:
 def word_problems(items: Sequence[Item], tokenizer: Any) -> list[Gold]:
     """Of GSM8k: "Q: ...", "A:" and the solution in one line that ends with "The answer is N.".
 
-    One perturbation changes what a step comes to, drawn from all steps that end in a whole number, and leaves the rest
-    as it is; one changes the final answer.
+    One perturbation changes what a step comes to, drawn from all steps that end in a whole number, and changes
+    nothing else; one changes the final answer.
     """
     found: list[Gold] = []
     for number, item in enumerate(items):

@@ -1,4 +1,4 @@
-"""The benchmarks as they are, for the scales with a GPU: an arm is trained, then measured benchmark by benchmark."""
+"""The unchanged benchmarks, for the scales with a GPU: an arm is trained, then measured benchmark by benchmark."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def setup(config: Evaluation) -> Setup:
 
 @contextmanager
 def arm(model: Any, name: str, config: Evaluation, seed: int) -> Generator[list[nn.Parameter]]:
-    """The model as an arm has it, what is trained of it in float32; as it was afterwards.
+    """The model of an arm, with its trained parameters in float32; afterwards it is unchanged.
 
     Yields:
         The parameters that are trained.

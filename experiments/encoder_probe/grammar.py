@@ -1,4 +1,4 @@
-"""Sentences of a small grammar in which one word follows from another: verbs, pronouns and effects."""
+"""Sentences of a small grammar that lets one word follow from another: verbs, pronouns and effects."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ def _cause(effect: int, chance: Random) -> str:
 
 
 def batch(seed: int, place: int, size: int, mask: float, mask_dependent: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(words as they are, words as shown, which are to be predicted), [size, LENGTH], by seed and place alone.
+    """(the words, the words as shown, which are to be predicted), [size, LENGTH], by seed and place alone.
 
     Every word is to be predicted with one chance, the dependent with another beside it. Of these 80 % are shown as
-    [MASK], 10 % as any word and 10 % as they are, as in BERT.
+    [MASK], 10 % as any word and 10 % unchanged, as in BERT.
     """
     chance = Random(seed * 2**32 + place)
     sentences = [draw(KINDS[chance.randrange(3)], chance) for _ in range(size)]

@@ -21,7 +21,7 @@ _SMALLEST: Final = 1e-37  # of a weight whose logarithm is taken
 def links(model: nn.Module, sentences: Sequence[Sentence]) -> dict[str, dict[str, list[float]]]:
     """What "bias" (row-centred B) and "scores" (row-centred q.k, mean over heads) say, reading by reading.
 
-    "masked": the word that asks is shown as [MASK], so that the link is needed; "visible": the sentence as it is.
+    "masked": the word that asks is shown as [MASK], so that the link is needed; "visible": the whole sentence is shown.
 
     Returns:
         "masked bias", "visible scores" and so on -> lists with a number for each layer: "points", the share of

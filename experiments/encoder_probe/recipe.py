@@ -1,4 +1,4 @@
-"""The probe of encoders as the runner takes it, and the rules by which it judges claims."""
+"""The probe of encoders as the runner takes it, and the rules that judge the claims."""
 
 from __future__ import annotations
 

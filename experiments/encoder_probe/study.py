@@ -105,7 +105,7 @@ def trained(config: Probe, name: str, rate: float, seed: int, folder: Path, prog
 
 
 def fresh(config: Probe, seed: int) -> Any:
-    """A BERT whose positions start as sinusoids, from which neighbours are found sooner than from random ones."""
+    """A BERT whose positions start as sinusoids: it learns to find neighbours sooner than from random positions."""
     sizes = {**config.sizes, "vocab_size": len(WORDS), "max_position_embeddings": LENGTH}
     model = build(sizes, "default", "masked", seed)
     table = model.bert.embeddings.position_embeddings.weight

@@ -1,4 +1,4 @@
-"""A model for lm-eval (`pip install lm-eval`) whose requests run the common beginnings of a pass once.
+"""A model for lm-eval (`pip install lm-eval`) whose requests run the common prefixes of a pass once.
 
 model = SharedPrefixLM(pretrained=model, tokenizer=tokenizer)
 lm_eval.simple_evaluate(model=model, tasks=["hellaswag"], num_fewshot=10)

@@ -1,4 +1,4 @@
-"""A model on benchmarks, through lm-eval; what requests have in common at their beginning runs once."""
+"""A model on benchmarks, through lm-eval; prefixes that requests have in common run once."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Score:
     answers: tuple[Any, ...] = ()  # what the model said to each item
     seconds: float = 0.0  # it took
     tokens_before: int = 0  # tokens of all requests of likelihoods
-    tokens_after: int = 0  # those that were run, beginnings in common once
+    tokens_after: int = 0  # those that were run, with common prefixes once
     not_run: str = ""  # why there is nothing; "" if there is
-    not_shared: str = ""  # why beginnings were not shared; "" if they were, or if there were no likelihoods
+    not_shared: str = ""  # why prefixes were not shared; "" if they were, or if there were no likelihoods
 
     @property
     def interval(self) -> Interval:

@@ -80,7 +80,7 @@ def missing() -> list[str]:
 
 
 def run_program(source: str, limits: Limits = Limits()) -> Outcome:
-    """Run a Python program in a sandbox of its own, from which nothing is left afterwards.
+    """Run a Python program in a sandbox of its own that leaves nothing behind.
 
     It sees the Python interpreter, system libraries, and one small empty folder, /tmp; it has no network, no
     environment, no privileges, no other processes to see, and a user of its own. What it cannot be kept from is to

@@ -69,7 +69,7 @@ class Prompt:
 
 
 def asked(loaded: Loaded, kind: str, count: int) -> list[Prompt]:
-    """The first prompts of a kind after which the model puts the answer above the other token."""
+    """The first prompts of a kind that make the model put the answer above the other token."""
     if kind == "facts":  # that the model puts first of all tokens
         known = known_facts(loaded.model, loaded.tokenizer)
         random.Random(0).shuffle(known)
@@ -85,7 +85,7 @@ def asked(loaded: Loaded, kind: str, count: int) -> list[Prompt]:
 
 
 def setup(config: Agreement) -> Setup:
-    """A job for each prompt, kinds in turn; one for which the model has no prompt measures nothing."""
+    """A job for each prompt, kinds in turn; a job without a prompt of the model measures nothing."""
 
     @lru_cache(maxsize=1)
     def bench(name: str) -> tuple[Loaded, Loaded, Mapping[str, Sequence[Prompt]]]:

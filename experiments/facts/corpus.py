@@ -71,7 +71,7 @@ class Key:
 
     @property
     def subject(self) -> str:
-        """Its name, such as "Balorin"."""
+        """The name of the subject, such as "Balorin"."""
         return _FIRST[self.first] + _MIDDLE[self.middle] + _LAST[self.last]
 
     @property

@@ -102,7 +102,7 @@ class FactReader:
         return Asked(ids, torch.tensor(row), torch.tensor(place), torch.tensor(target))
 
     def logits(self, asked: Asked, entries: Entries | None) -> Tensor:
-        """At the places that predict answers; read from entries, or from the model's own where there are none."""
+        """Logits at the places that predict answers, read from entries; if these are None, from the model's own."""
         return self.model(input_ids=asked.ids, entries=entries, use_cache=False).logits[asked.row, asked.place]
 
     @torch.no_grad()

@@ -94,7 +94,7 @@ class Trained:
 
 
 def made(settings: FactTraining, seed: int) -> tuple[FactReader, FactEncoder]:
-    """A model and an encoder as they are before training."""
+    """A model and an encoder before their training."""
     vocabulary = Vocabulary()
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A store of facts and what is asked about them, before and after it is edited."""
+"""A store of facts and the questions about them, before and after it is edited."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def fairseq(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         heads, tensors = int(held["args"].encoder_attention_heads), held["model"]
     except Exception as error:
         raise ValueError(
-            f"{path} is no checkpoint of fairseq that holds tensors and settings alone: {error}"
+            f"{path} is not a checkpoint of fairseq that holds tensors and settings alone: {error}"
         ) from error
     found = {re.sub(r"^.*?(?=layers\.)", "", key): value for key, value in tensors.items() if "layers." in key}
     return found, {"num_attention_heads": heads}

@@ -88,7 +88,7 @@ def setup(config: Survey) -> Setup:
 
 
 def scored(source: str, checkpoint: Checkpoint, progress: Progress) -> dict[str, object]:
-    """The scores of self-attention, layer by layer: corrected, in the other reading, and as they were published."""
+    """The scores of self-attention, layer by layer: corrected, in the other reading, and in the published form."""
     excess = af.geometry.score(source, _GAMMA, progress=progress)
     norm = af.geometry.score(source, _GAMMA, "norm", per_head=False)
     config = open_weights(source).config

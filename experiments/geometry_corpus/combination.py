@@ -1,4 +1,4 @@
-"""Proposition 2.1 on a real model: whether weights are convex, in which order they are, and in whose hull outputs lie.
+"""Proposition 2.1 on a real model: whether weights are convex, how they are ordered, and which hulls hold the outputs.
 
 The proposition leaves out norms, biases, positions, values, output projections and (in eq. 5) heads. Each is put back
 in turn, so that it is seen which of them the statement can do without.

@@ -25,7 +25,7 @@ def judge(results: Path) -> Sequence[Judgement]:
 
 
 def combinations(models: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
-    """On proposition 2.1: as printed, or with which parts put back."""
+    """On proposition 2.1: whether it holds as printed, or with biases and positions put back."""
     convex = all(
         one["negative weights"] == 0
         and one["largest error of a sum"] <= 1e-5

@@ -1,4 +1,4 @@
-"""The measurement as the runner takes it, and the rule by which it judges."""
+"""The measurement as the runner takes it, and the rule that judges the claim."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Choice:
 def read_curves(folder: Path) -> tuple[list[Curves], list[Choice]]:
     """Every arm at its best rate, or at every rate where all seeds have chosen it; then the choices are told, too.
 
-    A study in which all seeds choose, and that was cut short, is read by the seeds that have run with every arm and
+    If all seeds choose, and the study was cut short, it is read by the seeds that have run with every arm and every
     rate.
     """
     about, finished = read_study(folder)

@@ -31,7 +31,7 @@ _REPLACED, _RANDOM = 0.8, 0.1  # of the masked: by [MASK], and by any token; the
 
 
 def build(sizes: dict[str, Any], arm: str, objective: Objective, seed: int) -> Any:
-    """A model of an arm as it is before training; all arms of a seed share every weight but W_q and W_k."""
+    """A model of an arm before its training; all arms of a seed share every weight but W_q and W_k."""
     config = BertConfig(**sizes, is_decoder=objective == "causal", use_cache=False)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

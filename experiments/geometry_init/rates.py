@@ -64,7 +64,7 @@ def by_rate(every: Sequence[Curves], best: Mapping[tuple[str, str], float]) -> l
 
 
 def settled(steps: Sequence[int], curves: Array) -> Array:
-    """The share of all steps after which each curve of [..., steps] stays within `_SETTLED` of where it ends.
+    """The share of all steps that each curve of [..., steps] needs to stay within `_SETTLED` of where it ends.
 
     The distance is measured in the largest one that the curve ever has from its end. A curve that never moves has 0.
 

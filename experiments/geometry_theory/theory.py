@@ -38,7 +38,7 @@ def score_gradient(
     """How the loss changes with every score before the softmax, from how it changes with every attention weight.
 
     `beta_ij = a_ij (g_ij - sum_l a_il g_il)`, the Jacobian of the softmax applied by hand. These are the coefficients
-    of prop. 2.2, up to the factor by which scores are scaled; the paper's proof leaves the softmax out (eq. S33). Each
+    of prop. 2.2, up to the scaling factor of the scores; the paper's proof leaves the softmax out (eq. S33). Each
     row adds up to 0: what the gradient gives to one key of a query it takes from the query's other keys.
 
     Args:
@@ -73,7 +73,7 @@ def implicit_step(
 ) -> Float[Tensor, "d d"]:
     """How M moves when W_q and W_k take a small step down the gradient: `-(G W_k^T W_k + W_q^T W_q G)` a learning rate.
 
-    Remark S1.6. M itself is no parameter, and its step is not proportional to -G: the gradient passes through both
+    Remark S1.6. M itself is not a parameter, and its step is not proportional to -G: the gradient passes through both
     projections. Of one pair, `G = beta_ij x_i x_j^T`, both terms have rank 1 (eq. S41); of a batch, head_dim at most.
     """
     return -(gradient @ key.mT @ key + query.mT @ query @ gradient)

@@ -59,7 +59,7 @@ class Arm:
 
 
 def narrowest(task: Task, depth: int) -> int:
-    """The smallest window with which a task's sparse form has at most that depth; a wider one never has more.
+    """The smallest window that gives a task's sparse form at most that depth; a wider one never has more.
 
     >>> import attnflow as af
     >>> task = af.tasks.merge(af.tasks.causal_lm(range(64))).task

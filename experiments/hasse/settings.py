@@ -60,7 +60,7 @@ def tiny() -> Training:
 
 
 def tiny_pairs() -> Training:
-    """The arms of "tiny" on which verdicts hang, with eight other seeds.
+    """The arms of "tiny" that decide verdicts, with eight other seeds.
 
     The first group has what three seeds left open: blocks of 8 against their table, the sparse masks of block 1 and
     causal, and the two controls of depth. Block 1 has both rates, since dense and sparse had chosen different ones.

@@ -46,7 +46,7 @@ def curve(
 
 
 def rates_of(arm: str, config: Mapping[str, Any]) -> list[float]:
-    """Learning rates with which a study runs an arm again; none where a seed chooses among those of all arms."""
+    """Learning rates that a study gives an arm in a second run; empty where a seed chooses among those of all arms."""
     return next((group[arm] for group in config.get("rerun", []) if arm in group), [])
 
 

@@ -33,7 +33,7 @@ def after(training: Tensor, held: Tensor, distance: int, vocabulary: int) -> flo
 
 
 def shares(rows: Tensor, vocabulary: int) -> np.ndarray:
-    """Of each token in a text, none of them 0."""
+    """The share of each token in a text; each is above 0."""
     counts = np.bincount(rows.numpy().ravel(), minlength=vocabulary) + 1.0
     return counts / counts.sum()
 

@@ -53,7 +53,7 @@ def touching(text: str, start: int, end: int) -> list[str]:
 def decoded(
     model: Any, arm: Arm, rows: Tensor, mask_token: int, tokenizer: Any, vocabulary: frozenset[str]
 ) -> Mapping[str, object]:
-    """The second half of each row written anew, by drawing from the model as it is, in one batch.
+    """The second half of each row written anew, by drawing from the unchanged model, in one batch.
 
     Returns:
         Passes of the model, tokens of a sequence for each, share of letters in real words, seconds, and a sample.

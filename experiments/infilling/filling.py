@@ -27,7 +27,7 @@ class Gaps:
 
     @property
     def places(self) -> list[int]:
-        """Of all their tokens in a row, in order."""
+        """The places of all their tokens in a row, in order."""
         return [first + offset for first in self.firsts for offset in range(self.block)]
 
     def family(self, tokens: Sequence[int], hidden: Sequence[int]) -> Sequence[Task]:

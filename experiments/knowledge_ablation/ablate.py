@@ -1,9 +1,9 @@
 """Facts in a converted model ablated and edited, entry by entry.
 
 Which feed-forward entries carry a fact? For each fact that the model knows, entries are chosen at the last token of its
-prompt: by direct effect on the logit of the answer, by the norm of their contribution, or at random from the layers of
-the first. They are ablated (their values set to zero), or edited so that they write another answer. Measured are the
-fact, other wordings of it, other facts of its relation, and unrelated text.
+prompt. The choice is by direct effect on the logit of the answer, by the norm of the contribution, or at random from
+the layers of the first choice. Entries are ablated (their values set to zero), or edited so that they write another
+answer. Measured are the fact, other wordings of it, other facts of its relation, and unrelated text.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def choose(model: nn.Module, ids: Sequence[int], answer: int, count: int, seed: 
 
 @contextmanager
 def edited(base: LayeredKnowledge, ids: Tensor, rows: Tensor) -> Generator[None]:
-    """Entries with other rows for a while; then bit for bit as they were."""
+    """Entries with other rows for a while; then they return bit for bit."""
     before = base.get(ids)
     base.update(ids, rows)
     try:

@@ -24,8 +24,8 @@ def name(width: int, entries: int) -> str:
 
 
 def gains(curves: Mapping[str, Curve], widths: Sequence[int], entries: Sequence[int]) -> list[dict[str, Any]]:
-    """What the largest store gains over the smallest at each width, the widest model over the narrowest with each
-    store, and how much more the first of these is at the narrowest than at the widest; nats, paired by seed.
+    """What the largest store gains over the smallest at each width, and the widest model over the narrowest with each
+    store. Also how much more the first is at the narrowest than at the widest width; in nats, paired by seed.
     """
 
     def less(one: tuple[int, int], other: tuple[int, int]) -> dict[int, float]:

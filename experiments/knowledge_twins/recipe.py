@@ -151,7 +151,7 @@ def _forms(found: Mapping[str, Interval]) -> list[Judgement]:
 
 
 def _activity(arms: Sequence[Mapping[str, Any]]) -> list[Judgement]:
-    """Threshold zero leaves half of the entries active where scores are Gaussian, as they are before training."""
+    """Threshold zero leaves half of the entries active where scores are Gaussian, as before training."""
     shares = {one["arm"]: one["active"] for one in arms if one["arm"] in ("shared", "gated shared")}
     if "shared" not in shares:
         return []

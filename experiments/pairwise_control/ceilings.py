@@ -1,7 +1,7 @@
 """What scores of a given form can reach at best in the task, exactly: as the share of problems that they get right.
 
 For scores s(y, x) of a query y and a number x, the answer is the candidate with the highest score. The wrong candidates
-are independent, so that the chance to be right is (1 - k / n)^(candidates - 1), where k of the n numbers that a
+are independent. The chance to be right is thus (1 - k / n)^(candidates - 1), where k of the n numbers that a
 wrong candidate may have score higher than the right one.
 """
 
@@ -46,8 +46,8 @@ def accuracy_by_query(task: Task, scores: Float[Tensor, "*tables queries numbers
 def best_key_only(task: Task) -> float:
     """The best scores y x + f(x) that were found: what one head can do with a bias of the key alone.
 
-    (a y x + f(x) with any a > 0 has the order of these scores with another f, and `key_only_bound` is lower for a <=
-    0.) One value of f after another is moved to where `accuracy` is highest, exactly, until none helps, from several
+    (a y x + f(x) with any a > 0 has the order of these scores with another f. `key_only_bound` is lower for a <= 0.)
+    One value of f after another is moved to where `accuracy` is highest, exactly, until none helps, from several
     starts. The true maximum may be higher.
 
     Cost: ten seconds of one core.
@@ -74,7 +74,7 @@ def best_key_only(task: Task) -> float:
 
 
 def _between(ties: Tensor, count: int) -> Float[Tensor, "count"]:
-    """A value between each two neighbours of those at which the order changes, and beyond both ends."""
+    """A value between each two neighbouring values that change the order, and one beyond each end."""
     places = ties.flatten().sort().values
     inner = (places[1:] + places[:-1]) / 2
     values = torch.cat([places[:1] - 1, inner, places[-1:] + 1])
@@ -85,8 +85,8 @@ def _between(ties: Tensor, count: int) -> Float[Tensor, "count"]:
 def key_only_bound(task: Task) -> float:
     """No scores a y x + f(x) get more right than this.
 
-    Let y > z be queries, with a > 0. If y - c beats z + c for y, and z + c beats y - c for z, then the sum of both
-    inequalities is a (y - z) (y - z - 2c) > 0, which is false for y - z < 2c. So of each such pair one loses. With
+    Let y > z be queries, with a > 0. If y - c beats z + c for y, and z + c beats y - c for z, their sum
+    is a (y - z) (y - z - 2c) > 0. This is false for y - z < 2c. So of each such pair one loses. With
     a <= 0 the same holds for y - c and z - c, and for y + c and z + c, as a (y - z)^2 > 0 is false. A place that k
     numbers beat errs with chance e(k), which is concave: with `degree` pairs in all, k of them cost e(degree) k /
     degree at least. So each pair costs the smaller e(degree) / degree of its two places.

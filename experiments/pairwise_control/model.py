@@ -77,9 +77,9 @@ class Ladder(nn.Module):
     """Numbers, embedded linearly; what the rung puts before attention; attention of the query; a feed-forward layer.
 
     The values of the last attention are the labels' embeddings, its keys functions of the candidates' numbers alone. At
-    the rung "nothing" queries and keys are affine in their numbers. Logits are products with the labels' embeddings,
-    and values and outputs start as the identity, so that a model begins by naming what it attends to: otherwise some
-    seeds learn to attend to what is wrong, and stay there. All arms of a seed begin as the same function.
+    the rung "nothing" queries and keys are affine in their numbers. Logits are products with the labels' embeddings.
+    Values and outputs start as the identity, so that a model begins by naming what it attends to. Otherwise some
+    seeds learn to attend to wrong candidates, and stay there. All arms of a seed begin as the same function.
 
     Args:
         task: whose numbers are embedded.

@@ -1,4 +1,4 @@
-"""The positive control as the runner takes it, and the rule by which it judges the claim."""
+"""The positive control as the runner takes it, and the rule that judges the claim."""
 
 from __future__ import annotations
 

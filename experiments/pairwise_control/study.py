@@ -40,7 +40,7 @@ def miniature(config: Control) -> Control:
 
 
 def name_of(rung: str, arm: str) -> str:
-    """Of an arm at a rung, as jobs have it."""
+    """The name that jobs have for an arm at a rung."""
     return f"{rung} {arm}"
 
 

@@ -95,9 +95,9 @@ def scored(
 ) -> list[Score]:
     """0 or 1 for each question of each kind, group and wording.
 
-    "entry": the right fact was read first, or is in the context; "word": the first token is right; "whole": all of
-    it; "refused"; "right": whole and not refused, or refused where the store does not have the answer; "old": the
-    value before the edits was said.
+    "entry": the right fact was read first, or is in the context. "word": the first token is right. "whole": all tokens
+    are right. "refused": no answer was given. "right": whole and not refused, or refused where the store does not have
+    the answer. "old": the model said the value from before the edits.
     """
     rows: list[Score] = []
     for kind in KINDS:

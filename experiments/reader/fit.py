@@ -60,17 +60,17 @@ def fit_reader(
 ) -> Fitted:
     """Teach a frozen model to read a store: the reader is tied to the encoder, not to the entries.
 
-    Questions are made from entries by templates, of `data` and of made-up facts whose values
-    are words of the model's own vocabulary, as are most of their subjects; a tenth of the facts, and some wordings, are
-    held out. First the readers learn *where* to read: the score of the right entry against all others and against none,
-    with the right one taken out for a fifth of the questions, so that its neighbours are near misses; and to read
-    nothing at the tokens of text that the model writes; by what the model's first layers say of each, computed once.
-    Values start as the linear map by which embeddings of the vocabulary's words say which word it is, and the gate
-    where it makes answers likeliest. Then they learn to *answer*: the loss of the answer's tokens through the frozen
-    model, with the losses of reading beside it, from stores of 64 to 1,024 entries. Last, what tells questions with an
-    answer from others is chosen by held-out ones, with their entries among 1,024 and without: the weight of the
-    readers; and the similarity of the nearest entry, by which `ask` refuses, with other facts of the same subjects
-    among those 1,024. Killed and called again, it goes on where it was.
+    Templates make questions from `data` and from made-up facts. The values of these facts are words of the model's
+    vocabulary, and so are most subjects. A tenth of the facts, and some wordings, are held out. First the readers learn
+    *where* to read: the right entry is scored against all others and against none. A fifth of the questions lack the
+    right one, so its neighbours are near misses. At the tokens of text that the model writes, they learn to read
+    nothing. Their inputs are the states of the model's first layers, computed once. Values start as the linear map from
+    embeddings of the vocabulary's words to the words, and the gate starts where answers are likeliest. Then the readers
+    learn to *answer* from stores of 64 to 1,024 entries: the loss of the answer's tokens through the frozen model, with
+    the losses of reading beside it. Last, held-out questions, with their entries among 1,024 and without, choose the
+    thresholds that separate questions with an answer from others. One is the weight of the readers. The other, used by
+    `ask` to refuse, is the similarity of the nearest entry, with other facts of the same subjects among those 1,024.
+    Killed and called again, it goes on where it was.
 
     Args:
         model: what `af.load_model` gave: a causal language model with its tokenizer; it is as it was afterwards.

@@ -100,9 +100,9 @@ class Run:
                 value[:, half:] = start.to(value) / reader.attention.num_heads
 
     def _open_gates(self) -> None:
-        """The gate, the same in all readers, at which answers of one batch of trained questions are likeliest.
+        """Set all readers to the one gate that makes the answers of one batch of trained questions likeliest.
 
-        At gate 1 what is read is as large as the tokens of the layer: of SmolLM2-135M they grow from 90 to 490.
+        At gate 1 the reader's output is as large as the tokens of the layer: in SmolLM2-135M they grow from 90 to 490.
         """
         sizes = self._sizes()
         draw = torch.Generator().manual_seed(self.settings.seed)
@@ -285,7 +285,7 @@ class Run:
         return torch.cat(shares), torch.cat(right)
 
     def _calibrate(self) -> None:
-        """The weight on entries above which there is an answer, by held-out questions of which none is measured."""
+        """Choose the least weight on entries that means an answer, by held-out questions that nothing else measures."""
         present, _, absent = self._with_and_without(self._choosing, _POOLS[1], torch.Generator().manual_seed(11))
         cut = least_mistakes(present.sum(dim=1).tolist(), absent.sum(dim=1).tolist())
         self.enough = min(max(cut, 0.0), 1.0)
@@ -333,7 +333,7 @@ class Run:
     ) -> None:
         _rate(optimiser, step, total)
         if not math.isfinite(float(loss.detach())):
-            raise ValueError(f"the loss of step {step} ({what}) is not finite; the last checkpoint is as it was")
+            raise ValueError(f"the loss of step {step} ({what}) is not finite; the last checkpoint is unchanged")
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_([one for group in optimiser.param_groups for one in group["params"]], 1.0)
@@ -377,7 +377,7 @@ def _enough(*_: object) -> None:
 
 
 def _groups(readers: Sequence[StoreReader], rates: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Parameters by the last word of their names, each kind with its own rate; others stay as they are."""
+    """Parameters by the last word of their names, each kind with its own rate; others stay unchanged."""
     groups: list[dict[str, Any]] = []
     for kind, rate in rates.items():
         named = [

@@ -49,7 +49,7 @@ def tuned(bench: Bench, folder: Path, progress: Progress) -> list[dict[str, obje
 
 
 def rank_for(model: nn.Module, parameters: int) -> int:
-    """The rank at which adapters of all linear layers but the head have nearly so many parameters, 1 at least."""
+    """The rank that gives adapters of all linear layers but the head nearly so many parameters, 1 at least."""
     head = cast(Any, model).get_output_embeddings()
     layers = [one for one in model.modules() if isinstance(one, nn.Linear) and one is not head]
     return max(1, round(parameters / sum(one.in_features + one.out_features for one in layers)))

@@ -107,7 +107,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The question in words, without the frame in which a model sees it."""
+        """The question in words, without the frame that a model sees around it."""
         return unframed(self.prompt)
 
 

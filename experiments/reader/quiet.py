@@ -1,4 +1,4 @@
-"""Where to read and where not to: losses of reading, and text in which nothing of a store is asked for."""
+"""Where to read and where not to: losses of reading, and text that asks for nothing of a store."""
 
 from __future__ import annotations
 

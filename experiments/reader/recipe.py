@@ -19,8 +19,8 @@ CONTEXT: Final = ("context, 1 fact", "context, 5 facts")
 def judge(results: Path) -> Sequence[Judgement]:
     """K21: whether a plugged-in store, searched by its encoder, says more than the same facts in the context.
 
-    Whole answers about facts that are there, in trained wordings, as means over seeds, for both kinds of facts at every
-    size of store: confirmed if it is ahead in all of these, refuted if in none.
+    This counts whole answers about facts that are there, in trained wordings, as means over seeds. K21 is confirmed if
+    the store is ahead for both kinds of facts at every size, and refuted if it is never ahead.
     """
     ways: list[dict[str, Any]] = read(results / "results.json")["ways"]
     means = {

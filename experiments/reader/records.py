@@ -1,4 +1,4 @@
-"""A fact of a store: what is asked for, and its value."""
+"""A fact of a store: the key that questions ask for, and its value."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def paper() -> Reading:
 
 
 def miniature(config: Reading) -> Reading:
-    """Few facts, two steps, two seeds, and an encoder as it is."""
+    """Few facts, two steps, two seeds, and the same encoder."""
     return replace(
         config, facts=20, reading_steps=2, steps=2, sizes=(8, 12), group=1, tokens=2, choosing=(3, 6), lora_sizes=(8,),
         lora_steps=(2,), lora_edit_steps=1, lora_batch=2, edited=1, moment_tokens=64, text_tokens=16, timed=1,

@@ -97,7 +97,7 @@ def _read(bench: Bench, place: Path, progress: Progress) -> dict[str, object]:
 
 
 def _ask(bench: Bench, place: Path, fitted: Mapping[str, Any], progress: Progress) -> dict[str, object]:
-    """The same reader, for which the store is searched by the encoder: it reads the nearest entry and no other."""
+    """The same reader, but the encoder searches the store: the model reads the nearest entry and no other."""
     config, ways, near = bench.config, list[dict[str, object]](), fitted["near"]
     count = bench.size_of_reader()
     for done, size in enumerate(config.sizes):
@@ -117,7 +117,7 @@ def _ask(bench: Bench, place: Path, fitted: Mapping[str, Any], progress: Progres
 
 
 def _nearest_read(bench: Bench, store: Store, handle: Attached, cut: float) -> While:
-    """What makes the model read the entries that are nearest to prompts; none where they are no nearer than `cut`."""
+    """Make the model read the entries that are nearest to prompts, but only those that are nearer than `cut`."""
 
     def during(prompts: Sequence[str]) -> AbstractContextManager[None]:
         search = store.search(bench.embedded.queries([unframed(one) for one in prompts]), 1)
@@ -130,7 +130,7 @@ def _nearest_read(bench: Bench, store: Store, handle: Attached, cut: float) -> W
 
 @contextmanager
 def _silent(handle: Attached) -> Generator[None]:
-    """The model as it is without readers: where the store does not have the answer, none is asked."""
+    """Switch the readers off for a while: where the store does not have the answer, no reader is asked."""
     gates = [cast(StoreReader, reader).gate for reader in handle.readers]
     before = [gate.detach().clone() for gate in gates]
     try:
@@ -143,7 +143,7 @@ def _silent(handle: Attached) -> Generator[None]:
 
 
 def _context(bench: Bench, progress: Progress) -> dict[str, object]:
-    """The model as it is, without a store, and with the nearest facts before the question."""
+    """The unchanged model, without a store, and with the nearest facts before the question."""
     config, ways = bench.config, list[dict[str, object]]()
     present, absent, records = bench.choosing()
     with bench.embedded.store(records) as store:

@@ -115,7 +115,7 @@ def share(way: Run, quantity: str, wording: str, absent: bool, kind: str | None 
 
 
 def figure(ways: Sequence[Run]) -> Any:
-    """By the facts of a store: right in trained and in paraphrased wordings, refused where there is no answer, time."""
+    """By the facts of a store: right in trained and in paraphrased wordings, refused without an answer, time."""
     drawn, panels = canvas(24.0, 7.0, 1, 4)
     titles = ("right, trained wordings", "right, paraphrased", "refused, no answer in the store", "seconds a token")
     for axes, title in zip(panels, titles, strict=True):

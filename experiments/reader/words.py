@@ -1,4 +1,4 @@
-"""The words that a model has one token for, and the linear map by which their embeddings say which word it is."""
+"""The words that a model has one token for, and the linear map from their embeddings to the words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Step = Callable[[torch.optim.Optimizer, Tensor, int, int, str], None]
 
 
 def words_of(tokenizer: PreTrainedTokenizerBase, draw: random.Random) -> list[str]:
-    """Words of one token that the vocabulary has with the space before them; names, where they are no common words."""
+    """Words of one token that the vocabulary has with the space before them; also names that are not common words."""
     texts = (str(tokenizer.decode([token])) for token in sorted(tokenizer.get_vocab().values()))
     words = {text[1:] for text in texts if len(text) > 4 and text[0] == " " and text[1:].isalpha() and text.isascii()}
     chosen = sorted(word for word in words if word.islower() or (word.istitle() and word.lower() not in words))

@@ -1,4 +1,4 @@
-"""Which runs a study consists of: arms, seeds, and learning rates, of which some seeds choose one for each arm."""
+"""Which runs a study consists of: arms, seeds, and learning rates; some seeds choose one rate for each arm."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """All runs of a study, in the order in which they are run."""
+    """All runs of a study, in their order."""
 
     first: tuple[Job, ...]  # those that depend on no other
     # those that follow from what has been run. It is asked again until nothing is left to run; reading a run that is
@@ -111,7 +111,7 @@ def choosing_loss(run: Record) -> float:
 
 
 def tried_rates(arm: str, rates: Sequence[float], choosing: Sequence[int], read: Read) -> list[float]:
-    """The rates of a study, and those by which it was widened for this arm and that all choosing seeds have run."""
+    """The rates of a study, and further ones that were added for this arm and that all choosing seeds have run."""
     tried = list(rates)
     if len(tried) < 2:
         return tried
@@ -171,7 +171,7 @@ def chosen(
 
 
 def _wider(best: float, tried: Sequence[float], rates: Sequence[float]) -> float | None:
-    """The rate beyond the end at which the best one lies; None if it lies within, or if that is enough."""
+    """The next rate, if the best one lies at an end; None if it lies within, or if enough rates were added."""
     if len(tried) < 2:
         return None
     return _below(tried, rates) if best == tried[0] else _above(tried, rates) if best == tried[-1] else None

@@ -1,4 +1,4 @@
-"""Documents packed into rows of equal length, and drawn by (seed, step) so that a resumed run reads the same rows."""
+"""Documents packed into rows of one length, and drawn by (seed, step) so that a resumed run reads the same rows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ IGNORED = -100  # the label that transformers leaves out of the loss
 class Packed(Dataset[dict[str, Tensor]]):
     """Rows of `length` tokens, cut from documents laid end to end.
 
-    Documents in one row are kept apart: positions start at 0 in each, by which transformers recognises them and forbids
-    attention between them (if there is no key-value cache: `use_cache=False`, which `Trainer` sets). The first token of
+    Documents in one row are kept apart: positions start at 0 in each. By this transformers recognises them, and forbids
+    attention between them unless it keeps a key-value cache (`Trainer` sets `use_cache=False`). The first token of
     a document, or of a row, is predicted from nothing: its label is ignored.
 
     Attributes:

@@ -58,7 +58,7 @@ def sealed(folder: Path, *, contents: bool = True) -> dict[str, Any]:
         if path.stat().st_size != size:
             raise ValueError(f"{folder} is damaged: {name} has {path.stat().st_size} bytes, written were {size}")
         if contents and checksum(path) != value:
-            raise ValueError(f"{folder} is damaged: {name} is not as it was written")
+            raise ValueError(f"{folder} is damaged: the content of {name} has changed")
     return cast("dict[str, Any]", content["about"])
 
 

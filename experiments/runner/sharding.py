@@ -18,7 +18,7 @@ from experiments.runner.processes import Launch
 def shard(model: nn.Module, optimiser: torch.optim.Optimizer, launch: Launch) -> None:
     """Spread a model, and what an optimiser moves, over the processes; each ends with its share of every parameter.
 
-    Every layer is gathered when its forward pass begins and let go after it, with all that was attached to it: the
+    Every layer is gathered when its forward pass begins and let go after it, with all that was attached to it. The
     parameters of a bias lie in the attention module, and are sharded with its layer in their own dtype. The rest of the
     model is gathered for the whole pass. A forward or backward pass needs all processes. The parameters that the model
     had before are emptied, so that whoever still holds them holds no memory.

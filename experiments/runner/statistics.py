@@ -87,7 +87,7 @@ def proportion(successes: int, items: int) -> Interval:
 
 
 def detectable(values: Sequence[float], power: float = 0.8) -> float:
-    """The smallest true mean, in size, that the interval of Student's t would tell apart from 0 so often.
+    """The smallest true mean, in size, that the interval of Student's t would distinguish from 0 so often.
 
     Independent normal values with the spread of these; their own mean does not enter.
     """

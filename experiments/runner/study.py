@@ -114,7 +114,7 @@ def _plain(config: Any) -> dict[str, Any]:
 
 @dataclass
 class Study:
-    """The jobs of a study, some of which are done."""
+    """The jobs of a study; some are done."""
 
     folder: Path  # `runs/JOB.json` of each finished job, `work/JOB/` with checkpoints of those that are not
     setup: Setup  # what runs them

@@ -1,4 +1,4 @@
-"""Real text in rows of equal length: Shakespeare's works, split by work, or a data set that is streamed by name."""
+"""Real text in rows of one length: Shakespeare's works, split by work, or a data set that is streamed by name."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Text:
 
 
 def load_text(source: str, tokenizer: int | str, length: int, rows: int, held_out: int) -> Text:
-    """Rows of a text, of which some are held out.
+    """Rows of a text; some are held out.
 
     Args:
         source: "shakespeare", or a data set of the hub, which is streamed; see `stream`.
@@ -160,7 +160,7 @@ def learned_from_training(size: int) -> Any:
 
 
 class Stored(Dataset[dict[str, Tensor]]):
-    """Rows of tokens in a file, of which those that are asked for are read.
+    """Rows of tokens in a file; only rows that are asked for are read.
 
     Attributes:
         documents: of the data set that they were cut from, the first ones after those that were skipped.

@@ -65,8 +65,8 @@ def train(
     Whatever is drawn must follow from (seed, step, part): data by themselves, dropout because torch's own generator is
     set from them before every pass. Under `accelerate launch` every process takes its share of a step's parts, so that
     the data of a step do not depend on how many there are. With `--use_fsdp --fsdp_version 2` the model is sharded, for
-    good; see `sharding.shard`. `losses`, `measure` and `observe` are then called on every process: a pass through the
-    model is as ever, if all make it; a weight or its gradient is a part, of which `sharding.whole` makes the whole.
+    good; see `sharding.shard`. `losses`, `measure` and `observe` are then called on every process: a pass
+    through the model works as usual if all make it. Weights and gradients are parts; `sharding.whole` joins them.
 
     Args:
         model: whose trained parameters and buffers are saved; sharded, it must be the same on every process.

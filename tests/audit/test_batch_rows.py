@@ -286,7 +286,7 @@ BAD = {
     "no tokenizer": (bad({"text": "w5"}), "row 1: messages and text need a tokenizer"),
     "no template": (bad({"messages": USER}, tokenizer()), "messages need a chat template, and the tokenizer has none"),
     "parts": (lambda: as_batch([{"messages": PARTS}], JOINS), "row 0: the chat template refuses its messages"),
-    "parts as Python prints them": (lambda: as_batch([{"messages": PARTS}], CHAT), "writes a list of parts as it is"),
+    "parts as Python prints them": (lambda: as_batch([{"messages": PARTS}], CHAT), "writes a list of parts as Python"),
     "a template that refuses": (bad({"messages": USER}, FAILS), "refuses its messages: TemplateError: roles must"),
     "messages as text": (bad({"messages": "[]"}, CHAT), "a list of objects with role and content, got the text '[]'"),
     "no messages": (bad({"messages": []}, CHAT), "with role and content, got an empty list"),

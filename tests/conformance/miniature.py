@@ -167,6 +167,9 @@ _AGREEING: dict[str, dict[str, Any]] = {
     **_each("muse_spark_audio", patch_sizes=[16, 8], hidden_sizes=[WIDTH] * 2, depths=[1, 1]),
     **_each("tvp", max_img_size=64, image_size=64, visual_prompt_size=4),
     **_each("radio", video_temporal_patch_size=2),
+    **_each("dac", downsampling_ratios=[8, 5, 4, 2], upsampling_ratios=[8, 5, 4, 2]),  # the stride of Hubert's
+    **_each("grounding-dino mm-grounding-dino", num_queries=16),
+    **_each("xcodec2 neucodec", quantization_dim=2 * WIDTH),
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]}
     | {"rope_parameters": {"sliding_attention": _sections() | {"mrope_section": [4, 2, 2]}, "full_attention": None}},
     **_each("vibevoice_acoustic_tokenizer vibevoice_acoustic_tokenizer_encoder", num_filters=2, depths=[1] * 7),

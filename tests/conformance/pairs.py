@@ -46,7 +46,7 @@ _APART = {
     ("DDP", "threads"): "processes must call their collectives in one order",
     ("FSDP2", "threads"): "processes must call their collectives in one order",
     ("gradient checkpointing", "threads"): "concurrent calls are for inference, which nothing is recomputed for",
-    ("NEFTune", "threads"): "concurrent calls are for inference, to which no noise is added",
+    ("NEFTune", "threads"): "concurrent calls are for inference, and noise is added in training alone",
 }
 
 

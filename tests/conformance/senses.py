@@ -1,4 +1,5 @@
-"""What models of pixels, sounds, time series and several towers are run on: two rows of the first form that they take.
+"""What models of pixels, sounds, time series and several towers are run on: the first form that they take, of two rows
+or else of one.
 
 No table of families: a form is proposed by the names of what `forward` takes and sizes of the configuration.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice, product
+from itertools import chain, islice, product
 from typing import Any
 
 import torch
@@ -37,18 +38,21 @@ _TOGETHER = [
     *(("pixel_values", "pixel_position_ids"), ("pixel_values", "target_sizes"), ("pixel_values",)),
     *(("flattened_patches",), ("input_features",), ("input_values",), ("audio_mel", "audio_mel_mask"), ("latents",)),
     *(("past_values",), ("hidden_states",), ("inputs",), ("states",), ("query_embeds",), ("inputs_embeds",), ()),
+    ("noise_embeds", "attention_mask"),
 ]
 _NEVER = {"labels", "encoder_outputs", "past_key_values", "inference_session", "mm_encoder_outputs"}
 
 
 def runs_on(model: PreTrainedModel) -> Inputs:
-    """The first inputs of two rows that the model answers."""
+    """The first inputs of two rows, or else of one, that the model answers."""
     if list(inspect.signature(model.forward).parameters) == ["input"]:
         raise NotBuilt("the class defines no forward of its own")
     if objects := [name for name in _demanded(model) if name in _NEVER]:
         raise NotBuilt(f"its forward asks for {objects[0]}, an object that keeps a state, and no tensor")
     reasons: list[str] = []
-    for inputs in islice(_forms(model), TRIES):
+    forms = list(islice(_forms(model), TRIES))
+    alone = ({name: value[:1] for name, value in form.items() if isinstance(value, Tensor)} for form in forms)
+    for inputs in chain(forms, alone):  # some classes run on a batch of one row alone
         try:
             with torch.no_grad():
                 model(**inputs)
@@ -130,7 +134,7 @@ def _options(model: PreTrainedModel) -> dict[str, list[Any]]:
     sounds += [noise(ROWS, time, mel) for time in (8 * LENGTH, 512) for mel in mels] + [
         noise(ROWS, 1, 1024, mel) for mel in mels
     ]
-    waves = [noise(ROWS, *one, time) for time in (3200, 16000, 1920 * 4) for one in ((), (1,))]
+    waves = [noise(ROWS, *one, time) for time in (3200, 16000, 1920 * 4, 8 * LENGTH * 320) for one in ((), (1,))]
     series = (_sizes(model, "context_length") or [32])[0]
     lags = getattr(model.config, "lags_sequence", None) or [0]
     ahead, features = (_sizes(model, "prediction_length") or [8])[0], getattr(model.config, "num_time_features", 0) or 0
@@ -186,7 +190,7 @@ def _options(model: PreTrainedModel) -> dict[str, list[Any]]:
         "rewards": [noise(ROWS, LENGTH, 1)],
         "returns_to_go": [noise(ROWS, LENGTH, 1)],
         "timesteps": [torch.arange(LENGTH).expand(ROWS, -1)],
-        "attention_mask": [torch.ones(ROWS, LENGTH, dtype=torch.long)],
+        "attention_mask": [torch.ones(ROWS, time, dtype=torch.long) for time in (LENGTH, 2 * LENGTH)],
         "patch_attention_mask": [torch.ones(ROWS, size // patch, size // patch, dtype=torch.bool) for size in sizes],
         "state": [noise(ROWS, size) for size in _sizes(model, "max_state_dim")],
         "noise": [noise(ROWS, 4, size) for size in _sizes(model, "max_action_dim")],

@@ -400,9 +400,9 @@ def test_a_checkpoint_of_fairseq_is_read_and_a_pickle_refused(tmp_path: Path, ca
     assert config == {"num_attention_heads": 4}
     assert torch.equal(found["layers.0.self_attn.q_proj.weight"], tensors[names[0]])
     torch.save({**held, "more": Harmful()}, path)
-    with pytest.raises(ValueError, match="no checkpoint of fairseq that holds tensors and settings alone"):
+    with pytest.raises(ValueError, match="not a checkpoint of fairseq that holds tensors and settings alone"):
         fairseq(path)
     path.write_bytes(pickle.dumps(Harmful()))
-    with pytest.raises(ValueError, match="no checkpoint of fairseq"):
+    with pytest.raises(ValueError, match="not a checkpoint of fairseq"):
         fairseq(path)
     assert capsys.readouterr().out == "", "nothing of it has run"

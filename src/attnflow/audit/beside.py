@@ -45,10 +45,12 @@ def rows_beside(runner: Runner, base: Recording, name: str) -> Violation | str |
     count, read = len(runner.inputs.kwargs[name]), False
     for chosen in (rows[:, 0] for rows in batch_sets(count, 1)):
         try:
-            after = runner.record(_changed(runner.inputs, name, chosen).base)
+            after = runner.record(with_other_rows(runner.inputs, name, chosen).base)
         except REFUSALS as error:
             return f"the model does not run when they change ({refusal(error)})"
-        outputs = [_readings([base, after], key, count) for key in base if not key.module and key in after]
+        outputs = [
+            _readings([base, after], key, runner.inputs, count) for key in base if not key.module and key in after
+        ]
         read |= any(outputs)
         if any(all(not torch.equal(b[~chosen], a[~chosen]) for b, a in each) for each in outputs if each):
             for rows in (*torch.eye(count, dtype=torch.bool)[chosen], chosen):
@@ -58,7 +60,7 @@ def rows_beside(runner: Runner, base: Recording, name: str) -> Violation | str |
     return None if read or count == 1 else "no output has a row for each of them"
 
 
-def _changed(inputs: Inputs, name: str, rows: Tensor) -> Inputs:
+def with_other_rows(inputs: Inputs, name: str, rows: Tensor) -> Inputs:
     value = inputs.kwargs[name]
     moved = value.flip(-1) + (value.std() if value.is_floating_point() else 0)
     whole = value == value.round()  # among other numbers these are places, such as the row of a patch
@@ -67,18 +69,20 @@ def _changed(inputs: Inputs, name: str, rows: Tensor) -> Inputs:
     return replace(inputs, kwargs={**inputs.kwargs, name: changed})
 
 
-def _readings(recordings: list[Recording], key: Key, count: int) -> list[list[Tensor]]:
+def _readings(recordings: list[Recording], key: Key, inputs: Inputs, count: int) -> list[list[Tensor]]:
     """An output of each recording, [rows, 1, features], with its first or second axis as rows if that is as long."""
     tensors = [as_numbers(recording[key].raw) for recording in recordings]
     if not tensors[0].ndim or len({tensor.shape for tensor in tensors}) > 1:
         return []
+    if inputs.group > 1 and len(tensors[0]) == inputs.batch == inputs.group * count:  # several sequences for a row
+        return [[tensor.reshape(count, 1, -1) for tensor in tensors]]
     turned = [tensor.transpose(0, 1) for tensor in tensors if tensor.ndim > 1]  # columns, or stacked layers
     readings = [reading for reading in (tensors, turned) if reading and len(reading[0]) == count]
     return [[tensor[..., None].flatten(1)[:, None] for tensor in reading] for reading in readings]
 
 
 def _mixed(runner: Runner, name: str, rows: Tensor) -> Violation | None:
-    calls = runner.inputs, _changed(runner.inputs, name, rows)
+    calls = runner.inputs, with_other_rows(runner.inputs, name, rows)
     recordings = [runner.record(call.base) for call in calls]
     other, confirmed = rounding.other_precision(runner.dtype), True
     try:
@@ -90,7 +94,7 @@ def _mixed(runner: Runner, name: str, rows: Tensor) -> Violation | None:
         if key.module or any(key not in recording for recording in recordings):
             continue
         changes: list[Tensor] = []
-        for before, after, *others in _readings(recordings, key, len(rows)):
+        for before, after, *others in _readings(recordings, key, runner.inputs, len(rows)):
             change = rounding.row_change(after, before)
             leak = rounding.recurs(change, before, others[0], others[1], runner.dtype)
             changes.append(torch.where(leak[:, 0] & ~rows, change[:, 0], 0.0))

@@ -1,8 +1,8 @@
 """The order that a call declares through its inputs, the masks that its model asks for, and its configuration.
 
-The strongest source comes first: an order that the caller gives; documents and padding, which must stay apart in every
-layer; the direction in the configuration; windows, chunks and image blocks that the model asks transformers for;
-windows of the configuration. A mask of pairs among the inputs is itself tested, so it declares nothing.
+The strongest source is an order that the caller gives. Then come documents and padding, which must stay apart in every
+layer, and the direction in the configuration. Windows, chunks and image blocks that the model asks transformers for
+follow, then windows of the configuration. A mask of pairs in the inputs is itself tested, so it declares nothing.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ def _asks_causal(seen: CallSurvey, config: Any) -> tuple[bool | None, bool]:
 
 
 def _triangular(buffer: Tensor) -> bool:
-    """Whether a buffer holds the pairs k <= q, by which attention narrows what it asks for (ImageGPT)."""
+    """Whether a buffer holds the pairs k <= q and so narrows what attention asks for (ImageGPT)."""
     square = buffer.ndim > 1 and buffer.shape[-1] == buffer.shape[-2] > 1
     return square and bool((buffer != 0).eq(torch.ones_like(buffer, dtype=torch.bool).tril()).all())
 

@@ -221,7 +221,7 @@ def fresh(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any, written: bool) -> Any:
-    """A copy, of caches and of tensors that are `written` by the model; everything else as it is."""
+    """A copy, of caches and of tensors that are `written` by the model; anything else itself."""
     if isinstance(value, Tensor):
         return value.clone() if written else value
     if type(value) in (tuple, list):

@@ -84,7 +84,7 @@ def other_positions(arguments: Mapping[str, Any], size: tuple[int, int]) -> tupl
 
 
 def numbers_of(value: object) -> Tensor | None:
-    """An entry as a tensor; None for texts, objects and lists of unequal lengths."""
+    """An entry as a tensor; None for texts, objects and lists of different lengths."""
     try:
         return as_tensor(value)
     except (TypeError, ValueError, OverflowError):

@@ -298,7 +298,7 @@ class Prober:
         return [replace(moved, confirmed=False) for moved in left if moved.event.key in self._apart]
 
     def _computed_otherwise(self) -> set[Key]:
-        """The tensors most of whose rows float64 computes far otherwise, from the very same inputs."""
+        """The tensors where float64 computes most rows far otherwise, from the very same inputs."""
         apart: set[Key] = set()
 
         def visit(event: Event) -> None:

@@ -156,7 +156,7 @@ def asked_and_done(seen: CallSurvey, disputed: Sequence[tuple[Violation, bool]],
 
 
 def _lacking(part: ReplayedLayer, allow: Tensor, thorough: bool) -> Tensor:
-    """bool [batch, n, n]: allowed pairs, of the columns tried, in which nothing moved."""
+    """bool [batch, n, n]: allowed pairs, of the columns tried, where nothing moved."""
     columns = list(part.columns)
     if not thorough and len(columns) > _COLUMNS:
         columns = [columns[round(i * (len(columns) - 1) / _COLUMNS)] for i in range(_COLUMNS)]

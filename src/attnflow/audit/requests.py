@@ -31,7 +31,7 @@ def disagreement(
     """The first of: padding that is read, documents that mix, later positions, another window or chunks.
 
     All are bool [rows, n, n] but `real`, [rows, n]; what padding reads is not judged. `expected` is the narrower part
-    of `base` that a layer may read, and `words` describe both what is asked for and what is expected.
+    of `base` that a layer may read, and `words` describe the request and the expectation.
     """
     queries, keys = real[:, :, None], real[:, None, :]
     n = real.shape[-1]

@@ -114,7 +114,7 @@ class OutputLayout(NamedTuple):
 def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> OutputLayout:
     """The layout of a received tensor; `inside` {offset: [batch, positions, features]} are the last outputs before it.
 
-    Of n - 1 vectors row i is position i, as in `logits[:, :-1]`, unless they are the last rows of `inside`; of n - 1
+    Of n - 1 vectors row i is position i, as in `logits[:, :-1]`, unless they are the last rows of `inside`. Of n - 1
     numbers row i is position i + 1, the label of a loss.
     """
     shape = tuple(tensor.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.audit.beside import with_other_rows
 from attnflow.audit.inputs import Inputs, Slot, StackEntry, fresh
 from attnflow.audit.passes import Recording, Runner, entering, frame_of
 from attnflow.audit.rows import leaves
-from attnflow.models.passes.evaluation import evaluating, seed_all, unchanged
+from attnflow.models.passes.evaluation import REFUSALS, evaluating, seed_all, unchanged
 from attnflow.models.passes.watching import Call, Watch
 
 if TYPE_CHECKING:
@@ -156,8 +157,7 @@ def _positions(inputs: Inputs, calls: list[LayerCall]) -> Inputs:
     for slot, stack in parts:
         entered = _entered(inputs, slot, stack)
         if entered is not None:
-            vectors = [v for v in inputs.kwargs.values() if isinstance(v, Tensor) and v.is_floating_point()]
-            given = next((len(v) for v in vectors if v.ndim > 1), 0)  # images, pairs or sounds
+            given = next(map(len, _vectors_given(inputs).values()), 0)
             several = given and not inputs.slots and entered[1] % given == 0
             inputs = replace(inputs, batch=entered[1], group=entered[1] // given if several else 1)
             slots.append(replace(entered[0], offset=sum(before.length for before in slots)))
@@ -172,6 +172,12 @@ def _positions(inputs: Inputs, calls: list[LayerCall]) -> Inputs:
             "audit can tell which of them an output of the model belongs to"
         )
     return replace(inputs, slots=tuple(slots))
+
+
+def _vectors_given(inputs: Inputs) -> dict[str, Tensor]:
+    """The images, pairs or sounds of a call, by the names of their arguments: rows of numbers."""
+    tensors = {name: value for name, value in inputs.kwargs.items() if isinstance(value, Tensor) and value.ndim > 1}
+    return {name: value for name, value in tensors.items() if value.is_floating_point()}
 
 
 def _placed(passed: Inputs, slot: Slot) -> Slot:
@@ -189,8 +195,10 @@ def _placed(passed: Inputs, slot: Slot) -> Slot:
     return replace(slot, places=tuple(moves[0].nonzero()[:, 0].tolist())) if known else slot
 
 
-def _vectors_entering(passed: Inputs, names: Iterable[str]) -> dict[str, list[Tensor]]:
-    """What enters these layers first, in the call as it is and with all positions changed; no mask hides any."""
+def _vectors_entering(
+    passed: Inputs, names: Iterable[str], changed: Mapping[str, Any] | None = None
+) -> dict[str, list[Tensor]]:
+    """What enters these layers first, in the call and in a changed one (all positions); no mask hides any."""
     entered: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def enter(call: Call) -> None:
@@ -200,10 +208,11 @@ def _vectors_entering(passed: Inputs, names: Iterable[str]) -> dict[str, list[Te
 
     masks = {name: mask for name, mask in passed.kwargs.items() if name.endswith("attention_mask")}
     whole = {name: torch.ones_like(mask) for name, mask in masks.items() if isinstance(mask, Tensor) and mask.ndim == 2}
-    every = torch.ones(passed.batch, passed.size, dtype=torch.bool)
-    changed = passed.changed(every, passed.draw(torch.Generator().manual_seed(0)))
+    if changed is None:
+        every = torch.ones(passed.batch, passed.size, dtype=torch.bool)
+        changed = passed.changed(every, passed.draw(torch.Generator().manual_seed(0))).kwargs
     with unchanged(passed.model), evaluating(passed.model), torch.no_grad():
-        for kwargs in (passed.kwargs, changed.kwargs):  # with whole masks: padding must move, too
+        for kwargs in (passed.kwargs, changed):  # with whole masks: padding must move, too
             seed_all(0)
             with Watch({name: passed.model.get_submodule(name) for name in entered}, enter):
                 passed.model(**fresh({**kwargs, **whole}))
@@ -226,9 +235,30 @@ def _entered(inputs: Inputs, named: Slot | None, calls: Sequence[LayerCall]) -> 
     last, (_, length, *_) = fits[-1]
     fits = [(call, axes) for call, axes in fits if (call.stack, axes[1]) == (last.stack, length)]
     first, (batch, _, axis, positions_first) = fits[0]
+    if named is None and _batch_comes_second(inputs, last):
+        batch, length, positions_first = length, batch, True
     entry = StackEntry(first.name, first.shape[-1], first.spread or 1.0, axis, positions_first)
     name = named.name if named is not None and (named.length, inputs.batch) == (length, batch) else None
     return Slot(name, length, 0, entry, frozenset(call.name for call, _ in fits)), batch
+
+
+def _batch_comes_second(inputs: Inputs, call: LayerCall) -> bool:
+    """Whether a layer of a model of images gets [positions, batch, width], not several sequences for each image.
+
+    Of [a, b, width] for b images it does, unless what moves with the first image are the first a / b of all a alone.
+    """
+    given, changed = _vectors_given(inputs), inputs
+    (many, rows), images = call.shape[:2], next(map(len, given.values()), 0)
+    if many == images or rows != images or rows == 1 or many % rows:
+        return many != images == rows
+    for name in (name for name, value in given.items() if len(value) == rows):
+        changed = with_other_rows(changed, name, torch.arange(rows) == 0)
+    try:
+        before, after = _vectors_entering(inputs, [call.name], changed.kwargs)[call.name]
+        moves = (before != after).flatten(1).any(1)
+    except REFUSALS:  # of the changed image
+        return True
+    return not bool(moves.any()) or bool(moves[many // rows :].any())
 
 
 def _axes(

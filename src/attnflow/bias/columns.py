@@ -41,7 +41,7 @@ class Widened:
 
 
 def count(call: BiasedCall) -> int | str:
-    """How many columns the terms of a call take, or why there are none."""
+    """How many columns the terms of a call take, or why columns cannot hold them."""
     total = 0
     for term in call.terms:
         if not hasattr(term, "factors"):

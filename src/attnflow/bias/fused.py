@@ -2,7 +2,7 @@
 
 An operator returns the output o and the logarithm l of each query's sum of exponentials, and its backward pass reads
 no more than these. So a sink s costs nothing: o' = o sigmoid(l - s) and l' = log(exp l + exp s), handed to the stock
-backward, give exact gradients, and that of s is -exp(s - l') (dO . o'), summed over its queries.
+backward, give exact gradients. That of s is -exp(s - l') (dO . o'), summed over its queries.
 
 A causal mask is the operator's flag; on CUDA, windows and packed documents are its arguments. Where an operator has no
 form of the mask, it is called for blocks of 128 queries, cut to the keys that they see, with a table of each block.

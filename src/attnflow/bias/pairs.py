@@ -1,7 +1,7 @@
 """The guidance network on all pairs as two Triton kernels: B_ij = w . GELU(LayerNorm(a_i + c_j)) + b, and gradients.
 
 Forward, a program owns a tile of pairs and goes through the hidden units. Backward, a program owns some queries, whose
-hidden layer x = a_i + c_j it makes again for one key after another; the gradient of the keys is the same kernel with
+hidden layer x = a_i + c_j it makes again for one key after another. The gradient of the keys is the same kernel with
 the two sides exchanged. With r = 1 / sqrt(mean x^2 + eps), u = r x, z = scale u + shift and the upstream gradient G,
 
     e = G w GELU'(z),   d shift = sum e,   d scale = sum e u,   d w = sum G GELU(z),   t = scale e,

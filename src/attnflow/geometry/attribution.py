@@ -160,6 +160,6 @@ class ScoreAttribution(Result):
 
 
 def telling(result: ScoreAttribution) -> list[int]:
-    """Return the numbers of the keys by whose weight a head is chosen: not the first one and the query itself."""
+    """Return the numbers of the keys that choose a head by their weight: not the first one and the query itself."""
     usual = {result.query, min(result.keys)} if result.attention == "self" else set[int]()
     return [index for index, position in enumerate(result.keys) if position not in usual]

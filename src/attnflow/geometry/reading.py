@@ -71,9 +71,9 @@ def attribute(
         UnsupportedArchitecture: the model is of half precision, or its scores are no such sum to 1e-5 of the row's
             range (to the rounding of nearly equal scores): the message names the layer and the difference.
 
-    Cost: one forward pass up to the layer, and components x tokens x width x head_dim multiplications. Where queries
-    and keys are not a norm, a matrix and a rotation of a plain sum (as with norms after sublayers, latent attention and
-    cross-attention), two more passes without the sublayers, and a backward pass for each entry of the head.
+    Cost: one forward pass up to the layer, and components x tokens x width x head_dim multiplications. Two more
+    passes without the sublayers, and a backward pass for each entry of the head, if queries and keys are not a norm, a
+    matrix and a rotation of a plain sum. So it is with norms after sublayers, latent attention and cross-attention.
     Memory: components x tokens x width. Beyond 4,096 tokens the outputs of sublayers are not kept, and the pass is made
     twice: components x tokens x head_dim in the plain case.
 
@@ -96,7 +96,7 @@ def reading(
     """Read a model on inputs of one sequence, to explain several of its heads, queries and layers.
 
     The handle keeps the pass up to the layer that was explained last, so that other heads and queries of this layer
-    need no other pass. The model itself stays as it is, and must not change while the handle is in use.
+    need no other pass. The model itself is unchanged, and must not change while the handle is in use.
 
     Args:
         model: a transformers model, or what `af.load_model` returned. Float32 or float64.
@@ -230,7 +230,7 @@ class AttentionReading(Handle):
         return at
 
     def _texts(self, passed: _LayerPass) -> tuple[list[str], list[str]]:
-        """The texts of queries and keys; numbers of positions where they are no tokens."""
+        """The texts of queries and keys; numbers of positions where they are not tokens."""
         two = self._subject.encodes_and_decodes and "decoder_input_ids" in self._inputs
         name = "decoder_input_ids" if two else "input_ids"
         other = "input_ids" if passed.attention == "cross" else name
@@ -293,7 +293,7 @@ def _place(name: str, value: object, count: int) -> int:
 
 
 def _other(keys: Sequence[int], against: object, rows: Sequence[ScoreRow], attention: AttentionKind) -> int:
-    """The key with which one is compared: given, or the one with most weight beside it and the first token."""
+    """The key to compare one with: given, or the one with most weight beside it and the first token."""
     if len(keys) != 1:
         raise ValueError(f"against compares one key with another, got {len(keys)} keys: pass keys=position")
     if against != "strongest":
@@ -306,12 +306,12 @@ def _other(keys: Sequence[int], against: object, rows: Sequence[ScoreRow], atten
         weights[rows[0].allowed.int().argmax()] *= 1e-9
     weights[keys[0]] = -2.0
     if float(weights.max()) < 0:
-        raise ValueError(f"the query may attend to no key but {keys[0]}: there is none to compare it with")
+        raise ValueError(f"the query may attend to no key but {keys[0]}, so nothing can be compared with it")
     return int(weights.argmax())
 
 
 def _keys(keys: object, rows: Sequence[ScoreRow]) -> list[int]:
-    """The positions of the keys, all of which the query may attend to."""
+    """The positions of the keys; the query may attend to all of them."""
     allowed = torch.stack([row.allowed for row in rows]).any(0)
     possible: list[int] = allowed.nonzero().flatten().tolist()
     if keys is None:

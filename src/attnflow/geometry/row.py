@@ -38,7 +38,7 @@ class ScoreRow:
         return everything.softmax(0)[: len(scores)]
 
     def until(self, end: int) -> ScoreRow:
-        """The row without the keys from `end` on, none of which may be allowed."""
+        """The row without the keys from `end` on, which must not be allowed."""
         added = {name: values[:end] for name, values in self.added.items()}
         return replace(self, allowed=self.allowed[:end], product=self.product[:end], added=added)
 

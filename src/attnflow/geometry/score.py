@@ -48,7 +48,7 @@ def score(
     no biases, rotary embeddings, gains of norms and 1/sqrt(head_dim). With latent attention (DeepSeek), queries and
     keys are the products of their low-rank factors, without the norm between them.
 
-    A model in memory is probed: noise in place of the submodules' outputs shows which rows of which weights make an
+    A model in memory is probed: noise in place of the submodules' outputs shows the rows of weights that make an
     attention module's queries and keys. A layer that attends to the keys of an earlier layer is scored with those. For
     files, tables of model families say where queries and keys are.
 

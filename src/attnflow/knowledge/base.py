@@ -186,7 +186,7 @@ class LayeredKnowledge(KnowledgeBase):
         return blocks[expert]
 
     def columns(self, layer: int, expert: int | None = None) -> EntryColumns:
-        """The parts of `block`, shared as it is."""
+        """The parts of `block`, shared in the same way."""
         shared, key = self._shared(), (layer, expert)
         if shared is not None and key in shared:
             return shared[key]
@@ -196,7 +196,7 @@ class LayeredKnowledge(KnowledgeBase):
         return columns
 
     def _shared(self) -> dict[object, Any] | None:
-        """Views of the entries as they are now; None for what is no plain parameter, or where a graph is traced."""
+        """Views of the current entries; None if they are not a plain parameter, or while a graph is traced."""
         entries = cast(object, self.entries)
         if type(entries) is not nn.Parameter or torch.compiler.is_compiling() or entries.is_inference():
             return None

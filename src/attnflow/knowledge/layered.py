@@ -68,7 +68,7 @@ class LayerReader(ABC):
 
     @abstractmethod
     def keys(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries key_dim"]:
-        """The keys of the entries at these positions, with which queries are compared."""
+        """The keys of the entries at these positions, to compare queries with."""
 
     @abstractmethod
     def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:

@@ -229,7 +229,7 @@ class Retrieval:
             raise ValueError("an approximate search finds the k best: pass k, or use another search with a threshold")
 
     def reads_all(self, total: int, queries: int = 1, training: bool = False, copied: bool = False) -> bool:
-        """Whether to read all `total` entries, either on request or because that is no slower.
+        """Whether to read all `total` entries, either on request or because that is not slower.
 
         `queries` is how many tokens and heads read at once; `copied` says that a source returns copies of entries.
         """

@@ -113,7 +113,7 @@ def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = No
 def from_intervals(
     rows: Sequence[Iterable[tuple[int, int]]], num_keys: int | None = None, name: str = "from_intervals"
 ) -> Mask:
-    """Make a mask in which query q attends to the half-open key intervals `rows[q]`, which may overlap.
+    """Make a mask that lets query q attend to the half-open key intervals `rows[q]`, which may overlap.
 
     >>> from_intervals([[(0, 1)], [(0, 2)], [(0, 1), (2, 3)]]).keys(2).tolist()
     [0, 2]

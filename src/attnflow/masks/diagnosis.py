@@ -177,7 +177,7 @@ def _candidates(mask: Mask) -> Iterator[Mask]:
 
 
 def _near_documents(mask: Mask) -> Iterator[Mask]:
-    """Find the documents from which a square mask differs in the fewest pairs, by the best cut up to each token."""
+    """Find the documents that differ from a square mask in the fewest pairs, by the best cut up to each token."""
     n = mask.num_queries
     if n != mask.num_keys or not 1 < n <= _DOCUMENTED:
         return

@@ -1,4 +1,4 @@
-"""The subject of every public verb: a model with its tokenizer, and what is asked about both, found once.
+"""The subject of every public verb: a model with its tokenizer, and facts about both, found once.
 
     subject = Subject.of(model)  # a module, what `load_model` returned, or a subject
     subject.device, subject.layers, subject.read("a text")
@@ -191,7 +191,7 @@ class Subject:
         return name in inspect.signature(self.transformer.forward).parameters
 
     def accepted(self, *names: str) -> str | None:
-        """The first of these names that forward takes, or a module to which it hands on what it does not know."""
+        """The first of these names that forward takes, or a module that it hands unknown arguments on to."""
         modules = [self.model]
         for module in modules:
             parameters = inspect.signature(module.forward).parameters
@@ -382,5 +382,5 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def own_name(path: str) -> str:
-    """A module's path as it is without wrappers."""
+    """A module's path without wrappers."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)

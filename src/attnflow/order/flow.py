@@ -186,7 +186,7 @@ class Flow(Result):
 
     @cached_property
     def depth(self) -> int:
-        """The number of layers after which nothing new arrives: for one mask, the smallest L >= 1 with A^L = R.
+        """How many layers it takes until nothing new arrives: for one mask, the smallest L >= 1 with A^L = R.
 
         Cost: O(log depth) Boolean products, on intervals for long masks (`attnflow.order.products`) while these stay
         few, otherwise on bit matrices (`attnflow.order.dense`).

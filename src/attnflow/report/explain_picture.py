@@ -67,7 +67,7 @@ def ends(edge: Edge) -> tuple[Place, Place]:
 
 
 def answering(result: Explanation) -> int:
-    """The token at which the answer is read; of a whole sequence, the one at which most arrives."""
+    """The token where the answer is read; of a whole sequence, the one where most arrives."""
     return int(result.arrived[-1].abs().argmax()) if result.position is None else result.position
 
 

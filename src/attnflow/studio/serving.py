@@ -36,7 +36,7 @@ def serve(
     """Serve the studio on 127.0.0.1 until it is interrupted or has been idle for long.
 
     Only this machine can reach it. `design` and `model` are shown only with the secret token in the fragment of the
-    address, with which `opened` is called once the server listens.
+    address; `opened` gets this address once the server listens.
 
     Args:
         design: the initial content of pages: the plain data of a mask, a task or a design.

@@ -266,7 +266,7 @@ class _Data:
         self.ids = index_array("tokens", tokens)
         self.size = len(self.ids)
         if self.size < minimum:
-            raise ValueError(f"this family needs at least {minimum} tokens, got {self.size}: there is none to predict")
+            raise ValueError(f"this family needs at least {minimum} tokens, got {self.size}: nothing to predict")
         if int(self.ids.min(initial=0)) < 0:
             raise ValueError(f"tokens must be at least 0, got {self.ids.min()}")
         place = np.arange(self.size)

@@ -241,7 +241,7 @@ class _Quotient:
 
 
 def isomorphic(one: Graph, two: Graph, work: Work) -> dict[int, int] | None:
-    """A bijection that keeps colours and edges, or None: colours are refined, then single nodes are told apart."""
+    """A bijection that keeps colours and edges, or None: colours are refined, then single nodes are individualised."""
     if any(len(mine) != len(others) for mine, others in zip(one, two, strict=True)):
         return None
     left, right = _Quotient.of(*one), _Quotient.of(*two)

@@ -47,14 +47,14 @@ def check_batch(
 ) -> BatchReport:
     """Check one batch of a data loader for mistakes in labels, documents, masks and positions.
 
-    - Labels: the position that predicts a label can read it; labels are shifted twice or misplaced; a label is
-      predicted from another document or lies on padding; an answer has no labels, or none on its end token.
+    - Labels: the position that predicts a label can read it. Labels are shifted twice or misplaced. A label is
+      predicted from another document or lies on padding. An answer has no labels, or none on its end token.
     - Documents and ids: the mask connects documents that positions or lengths separate; two entries disagree on where a
       document begins; an id lies outside the vocabulary.
     - With a model, its loss is run and read off (`check_loss`), and each row and document is run alone (`check_alone`).
 
-    What keeps the batch from being called clean is listed in `untested`: the loss of a model that could not be read, or
-    an entry that may tell documents, positions or losses and is not understood. `unchecked` lists smaller checks.
+    `untested` lists what keeps the batch from being called clean: a model's loss that could not be read, or an entry of
+    unknown form that may give documents, positions or losses. `unchecked` lists smaller checks.
 
     Args:
         batch: the collator's output: `input_ids`, `labels` and the model's other arguments. Labels may come from

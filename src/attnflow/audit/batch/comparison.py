@@ -270,7 +270,7 @@ class AloneComparison:
         return self._apart(outputs, suspect, self.batch) <= self._least(suspect.gap)
 
     def _apart(self, outputs: Outputs, suspect: Suspect, rows: CutBatch) -> float:
-        """How far an output of an experiment is from the same alone, infinite where there is none."""
+        """How far an output of an experiment is from the same alone, infinite if it is missing."""
         part, gap, alone = suspect
         if gap.output not in outputs:
             return torch.inf

@@ -142,7 +142,7 @@ class CutBatch:
         return value[:, run] if value.ndim > 1 and value.shape[1] == n else value
 
     def where(self, value: Tensor, single: Tensor, part: Cut, encoder: bool) -> tuple[Tensor, Tensor, Place] | str:
-        """(an output of a part in the batch, alone; their axis of positions, told by lengths), or why there is none."""
+        """(an output of a part in the batch, alone; their axis of positions, found by lengths), or what differs."""
         other = f"has shape {list(value.shape)} in the batch and {list(single.shape)} alone"
         if value.ndim != single.ndim:
             return other

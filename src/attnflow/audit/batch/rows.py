@@ -313,9 +313,7 @@ class _Chat:
             why = (str(error).splitlines() or [""])[0]
             raise ValueError(f"the chat template refuses its messages: {type(error).__name__}: {why}{hint}") from error
         if any(part in text for part in parts):
-            raise ValueError(
-                "the chat template writes a list of parts as it is printed by Python: give content as text"
-            )
+            raise ValueError("the chat template writes a list of parts as Python prints it: give content as text")
         return read
 
     def answers(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int], str]:

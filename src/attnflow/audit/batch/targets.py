@@ -300,6 +300,6 @@ def run_model(subject: Subject, batch: Mapping[str, Any]) -> object:
 
 
 def least_width(batch: Mapping[str, Any]) -> int:
-    """The width from which a tensor may hold logits: all ids and labels of the batch are below it."""
+    """The least width of a tensor of logits: all ids and labels of the batch are below it."""
     named = (value for name, value in batch.items() if name.endswith(("input_ids", "labels")) and value is not None)
     return max([1, *(int(tensor.max()) for tensor in map(as_tensor, named) if tensor.numel())]) + 1

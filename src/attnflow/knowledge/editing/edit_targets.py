@@ -157,15 +157,6 @@ def leads_of(text: str, count: int) -> list[str]:
     return [" ".join(words[start : start + _LEAD]).rstrip(".,;:!?") + ". " for start in starts]
 
 
-def weights_everywhere(subject: Subject, layers: Layers, texts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
-    """Compute each layer's entry weights at all tokens of some texts, [tokens, entries], in float64."""
-    weights: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    for ids in texts:
-        for call in calls_of(layers, lambda ids=ids: run(subject, [ids])):
-            weights[call.name].append(call.first[0].double().cpu())
-    return {layer: torch.cat(parts) for layer, parts in weights.items() if parts}
-
-
 @torch.no_grad()
 def sampled_text(subject: Subject, tokens: int) -> str:
     """Let the model write text, from nothing and always the same: what is likely to it, in its own languages.
@@ -300,7 +291,8 @@ def _descend(
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:
-        rows = _Continued(subject, [[*spot.ids, *spot.answer] for spot in spots], [spot.position for spot in spots])
+        ids = [[*spot.ids, *spot.answer[:-1]] for spot in spots]  # of the last token only the logits before it are read
+        rows = _Continued(subject, ids, [spot.position for spot in spots])
         first = [int((owner == index).nonzero()[0]) for index in range(len(wanted))]
         norms = {
             call.name: call.output[first, [rows.columns[row] for row in first]].double().norm(dim=-1, keepdim=True)
@@ -367,22 +359,24 @@ def targets(
     progress: Progress | None = None,
 ) -> Targets:
     """Compute, for each layer, the weights [places, entries] and what must be added there [places, model_dim]."""
-    parts: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
+    parts: dict[int, dict[int, tuple[Tensor, Tensor]]] = {layer: {} for layer in layers}
+    # Facts share passes with those that have as much behind their subjects: what is padded is computed, too.
+    order = sorted(range(len(facts)), key=lambda index: max(len(spot.ids) - spot.position for spot in places[index]))
     for start in range(0, len(facts), _TOGETHER):
-        some, where = facts[start : start + _TOGETHER], places[start : start + _TOGETHER]
-        kept = [_about(subject, fact, leads) for fact in some]
-        found = _descend(subject, layers, list(zip(where, kept, strict=True)), method)
-        for spots, wanted in zip(where, found, strict=True):
-            columns = [spot.position for spot in spots]
-            with _adding(layers, {layer: vector[None] for layer, vector in wanted.items()}, columns):
-                calls = calls_of(layers, lambda spots=spots: run(subject, [spot.ids for spot in spots]))
+        some = order[start : start + _TOGETHER]
+        wanted = [(places[index], _about(subject, facts[index], leads)) for index in some]
+        for index, added in zip(some, _descend(subject, layers, wanted, method), strict=True):
+            columns, ids = [spot.position for spot in places[index]], [spot.ids for spot in places[index]]
+            with _adding(layers, {layer: vector[None] for layer, vector in added.items()}, columns):
+                calls = calls_of(layers, lambda ids=ids: run(subject, ids, **subject.sparing))
             for call in calls:
-                rows = call.first[torch.arange(len(spots)), columns].double().cpu()
+                rows = call.first[torch.arange(len(ids)), columns].double().cpu()
                 kept = rows.mean(dim=0, keepdim=True) if method.mean else rows
-                parts[call.name].append((kept, wanted[call.name].double().cpu().expand(len(kept), -1)))
+                parts[call.name][index] = kept, added[call.name].double().cpu().expand(len(kept), -1)
         if progress is not None:
             progress(start + len(some), len(facts), "facts")
-    return {layer: (torch.cat([w for w, _ in some]), torch.cat([x for _, x in some])) for layer, some in parts.items()}
+    ranked = {layer: [found[index] for index in range(len(facts))] for layer, found in parts.items()}
+    return {layer: (torch.cat([w for w, _ in some]), torch.cat([x for _, x in some])) for layer, some in ranked.items()}
 
 
 def _about(subject: Subject, fact: Fact, leads: Sequence[str]) -> list[Spot]:

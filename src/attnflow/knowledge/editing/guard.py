@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnflow.knowledge.editing.edit_targets import longest, run, token_ids
@@ -52,7 +53,7 @@ SUBJECTS: Final = (
     "dark", "happy", "sad", "up", "down", "left", "right", "black", "white", "red", "green", "hard", "soft", "strong",
     "weak",
 )  # fmt: skip
-_SAME: Final = 0.05  # probability of the fact's present answer from which a template may state the fact itself
+_SAME: Final = 0.05  # probability of the present answer's first token from which a template may state the fact itself
 _TINY: Final = 1e-9
 _ABOUT: Final = 16  # statements about the subject: half of them held, half measured
 _BESIDE: Final = 16  # other subjects, likewise
@@ -68,27 +69,54 @@ class EditGuard:
     about_measured: tuple[str, ...]
     beside_measured: tuple[str, ...]
 
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """Those that are held and those that are measured."""
+        return self.about + self.beside + self.about_measured + self.beside_measured
+
 
 NO_GUARD: Final = EditGuard((), (), (), (), ())
 
 
 @torch.no_grad()
-def likely(subject: Subject, prompts: Sequence[str]) -> Tensor:
-    """Compute the probabilities of the token after each prompt, [prompts, vocabulary], in one pass, in float32."""
-    if not prompts:
-        return torch.zeros(0, 1)
-    rows = [token_ids(subject.tokenizer, prompt) for prompt in prompts]
-    logits: Tensor = run(subject, rows).logits
-    last = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
-    return logits[torch.arange(len(rows)), last].float().softmax(dim=-1)
+def likely(subject: Subject, prompts: Sequence[str] | Sequence[Sequence[int]]) -> Tensor:
+    """Compute the probabilities of the token after each prompt, [prompts, vocabulary], in float32, on the CPU.
+
+    Prompts of the same length share a pass, which needs no padding and the last logits alone.
+    """
+    rows = [token_ids(subject.tokenizer, prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    found: dict[int, Tensor] = {}
+    for length in {len(row) for row in rows}:
+        places = [place for place, row in enumerate(rows) if len(row) == length]
+        logits: Tensor = run(subject, [rows[place] for place in places], **subject.sparing).logits[:, -1]
+        found |= zip(places, logits.float().softmax(dim=-1).cpu(), strict=True)
+    return torch.stack([found[place] for place in range(len(rows))]) if rows else torch.zeros(0, 1)
+
+
+def continued(
+    subject: Subject, prompts: Sequence[str], count: int, first: Tensor | None = None
+) -> tuple[Int[Tensor, "prompts count"], Float[Tensor, " prompts"]]:
+    """Follow each prompt by the most likely tokens one by one; also return their probability, per token.
+
+    `first` are probabilities of the first token, if they are known.
+    """
+    rows, logs = [token_ids(subject.tokenizer, prompt) for prompt in prompts], torch.zeros(len(prompts))
+    for step in range(count):
+        best = (likely(subject, rows) if step or first is None else first).max(dim=-1)
+        rows = [[*row, token] for row, token in zip(rows, best.indices.tolist(), strict=True)]
+        logs += best.values.log() / count
+    return torch.tensor([row[-count:] for row in rows], dtype=torch.int64).view(-1, count), logs.exp()
 
 
 def guard_of(subject: Subject, fact: Fact, edited: Sequence[Fact]) -> EditGuard:
-    """Find what an edit of `fact` must leave as it is, among `edited` facts; none without a subject."""
-    limit = longest(subject)
+    """Find what an edit of `fact` must leave as it is, among `edited` facts; none without a subject.
+
+    The model's answers are its continuations of as many tokens as the new answer has.
+    """
+    limit, length = longest(subject), len(token_ids(subject.tokenizer, fact.answer, answer=True))
 
     def fits(text: str) -> bool:
-        return limit is None or len(token_ids(subject.tokenizer, text)) <= limit
+        return limit is None or len(token_ids(subject.tokenizer, text)) + length - 1 <= limit
 
     mine = [fact, *(other for other in edited if other.subject == fact.subject and other != fact)]
     names = [
@@ -101,16 +129,20 @@ def guard_of(subject: Subject, fact: Fact, edited: Sequence[Fact]) -> EditGuard:
     ]
     if not templates:
         return NO_GUARD
-    here, there = (
-        likely(subject, [text.replace(fact.subject, name) for text in (other.prompt for other in mine)]
-               + [template.format(name) for template in templates])
+    prompts = [
+        [text.replace(fact.subject, name) for text in (other.prompt for other in mine)]
+        + [template.format(name) for template in templates]
         for name in (fact.subject, names[0])
-    )  # fmt: skip
-    said, elsewhere, count = here.argmax(dim=-1), there.argmax(dim=-1), len(mine)
+    ]
+    here, there = (likely(subject, texts) for texts in prompts)
+    (said, _), (elsewhere, _) = (
+        continued(subject, texts, length, first) for texts, first in zip(prompts, (here, there), strict=True)
+    )
+    count = len(mine)
     # An answer that the nearest other subject shares says nothing of the subject, as " the" after "is".
-    telling = said[:count] != elsewhere[:count]
-    states = ((here[count:, said[:count]] > _SAME) & telling).any(dim=1)
-    restates = telling[0] & (said[count:] == said[0]) & (elsewhere[count:] != said[0])
+    telling = (said[:count] != elsewhere[:count]).any(dim=1)
+    states = ((here[count:, said[:count, 0]] > _SAME) & telling).any(dim=1)
+    restates = telling[0] & (said[count:] == said[0]).all(dim=1) & (elsewhere[count:] != said[0]).any(dim=1)
     apart = (here * (here.clamp_min(_TINY).log() - there.clamp_min(_TINY).log())).sum(dim=-1)[count:]
     known = {prompt for other in edited for prompt in other.prompts}
     rewordings, about = list[str](), list[str]()
@@ -122,8 +154,8 @@ def guard_of(subject: Subject, fact: Fact, edited: Sequence[Fact]) -> EditGuard:
             rewordings.append(prompt)
         elif not states[index] and not any(words & _words(other.prompt) for other in mine):
             about.append(prompt)
-    prompts = [fact.prompt.replace(fact.subject, name) for name in names]
-    about, beside = about[:_ABOUT], [prompt for prompt in prompts if prompt not in known][:_BESIDE]
+    others = [fact.prompt.replace(fact.subject, name) for name in names]
+    about, beside = about[:_ABOUT], [prompt for prompt in others if prompt not in known][:_BESIDE]
     return EditGuard(tuple(rewordings), tuple(about[::2]), tuple(beside[::2]), tuple(about[1::2]), tuple(beside[1::2]))
 
 

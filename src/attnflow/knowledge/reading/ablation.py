@@ -1,4 +1,4 @@
-"""Taking entries out: a batch in which each sequence is computed as if the values of some entries were zero."""
+"""Taking entries out: each sequence of a batch is computed as if the values of some entries were zero."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LocatedEntry(NamedTuple):
 def without(removed: Sequence[LocatedEntry | None]) -> Generator[None]:
     """Compute sequence i of each batch without the value of entry `removed[i]`, at all tokens; None takes out nothing.
 
-    The rest of the layer stays as it is: an entry without a value keeps its score, so a search finds the same entries.
+    The rest of the layer is unchanged: an entry without a value keeps its score, so a search finds the same entries.
     What the entry wrote is subtracted from the layer's output, so later layers see the output of a layer without it.
     """
     rows: dict[LayerReader, list[tuple[int, LocatedEntry]]] = {}
@@ -65,7 +65,7 @@ def without(removed: Sequence[LocatedEntry | None]) -> Generator[None]:
         total = reading.weights.shape[:-2].numel()
         if total % len(removed):
             raise UnsupportedArchitecture(
-                f"layer {reader.layer} reads entries for {total} tokens of {len(removed)} equal sequences, so they "
+                f"layer {reader.layer} reads entries for {total} tokens of {len(removed)} sequences together, so they "
                 "cannot be taken out of single sequences"
             )
         each = total // len(removed)

@@ -204,7 +204,7 @@ class _Read(Exception):
 def _examples(
     subject: Subject, entry: LocatedEntry, texts: Sequence[str | Sequence[int]], count: int, progress: Progress | None
 ) -> tuple[tuple[Example, ...], int, int]:
-    """Find the texts in which an entry has its largest weights; also count tokens, and those with a positive score."""
+    """Find the texts where an entry has its largest weights; also count tokens, and those with a positive score."""
     if isinstance(texts, str):
         raise ValueError("texts must be a list of texts, got one text: put it in a list")
     rows = [subject.read(text, ids=True)["input_ids"][0, :_LONGEST] for text in texts]

@@ -1,4 +1,4 @@
-"""The tensors of a transcoder or a sparse autoencoder, under the names and in the orders in which files hold them."""
+"""The tensors of a transcoder or a sparse autoencoder, under the names and in the orders that files have."""
 
 from __future__ import annotations
 

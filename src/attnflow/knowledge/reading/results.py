@@ -109,7 +109,7 @@ class EntryReport(Result):
     )
 
     def rows(self) -> Sequence[Mapping[str, object]]:
-        """A row for each token, example and near entry, which "kind" tells apart."""
+        """A row for each token, example and near entry; "kind" distinguishes them."""
         table = [("raises", token.token, token.token_id, token.strength) for token in self.raised]
         table += [("lowers", token.token, token.token_id, token.strength) for token in self.lowered]
         table += [("fires", f"position {example.position}", example.text, example.weight) for example in self.examples]

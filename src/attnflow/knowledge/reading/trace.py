@@ -100,9 +100,9 @@ def trace(
         UnsupportedArchitecture: an encoder-decoder model, or one with unknown feed-forward layers; to ablate, also a
             model without logits, or one whose sequences of a batch influence one another.
 
-    Cost: one forward and one backward pass, with the memory of a training step; one more product with the values for
-    each layer; for a model that is not converted, the conversion, so that `from_ffn` once is cheaper for many short
-    texts; and with `ablate` for each position one forward pass of a batch of `ablate` + 1 copies of the text. Never
+    Cost: one forward and one backward pass, with the memory of a training step, and one more product with the values
+    for each layer. A model that is not converted costs the conversion, so `from_ffn` once is cheaper for many short
+    texts. `ablate` costs for each position one forward pass of a batch of `ablate` + 1 copies of the text. Never
     tokens x entries x model_dim. In half precision small effects of an ablation are rounding: load the model in
     float32.
 
@@ -150,7 +150,7 @@ def _traced(question: _Question, top: int, by: By | None, promoted: int, ablate:
             raise ValueError(f"this model has no direct effects, since {towards}: use by='effect' or by='norm'")
         frozen = towards if isinstance(towards, Directions) else None
         if answered is None and (by == "effect" or (question.wanted is not None and by != "norm")):
-            raise ValueError(f"{subject.kind} returns no logits of tokens, so there are no effects: use by='norm'")
+            raise ValueError(f"{subject.kind} returns no logits of tokens, so it has no effects: use by='norm'")
         order: By = by or ("norm" if answered is None else "effect")
         # layers of another stack, such as an image tower, do not run
         watched = [layer for layer in watched if layer.ran] or watched
@@ -243,7 +243,7 @@ def _question(subject: Subject, inputs: Text, positions: Positions, targets: Wor
 def _run(
     subject: Subject, question: _Question, stream: Stream, watched: Sequence[LayerWatch], run: Callable[..., Any]
 ) -> tuple[Directions | str, dict[str, Any] | None]:
-    """Run the model once and back: what `directions` returns, and what is said of the targets; None without logits."""
+    """Run the model once and back: what `directions` returns, and its result for the targets; None without logits."""
     outputs, made = dict[int, Tensor](), list[Any]()
 
     def track(call: Call, output: Tensor) -> Tensor:

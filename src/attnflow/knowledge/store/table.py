@@ -55,7 +55,7 @@ class EntryTable:
     """The rows of a store in LanceDB, at the newest version read; each change is one commit.
 
     Methods that change rows return whether nobody else has committed in between. `highest` is the highest id ever given
-    out, -1 at the beginning.
+    out, -1 before the first.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class EntryTable:
             raise KeyError(f"no snapshot {name!r}; there are {taken}")
 
     def _open(self, name: str) -> Any | None:
-        """Open a table; None if there is none, or only the folder of one whose creation was killed."""
+        """Open a table; None if it is missing, or only a folder of a table whose creation was killed."""
         try:
             return self._database.open_table(name)
         except ValueError as error:

@@ -242,7 +242,7 @@ class MaskedAttention:
                 f"{self.name} was given the attention mask {what}, which would bypass the mask of attach. Pass a 2D "
                 "attention_mask [batch, keys] for padding or none; put everything else into the mask itself. If you "
                 "passed no such mask, either the model makes its own, and this architecture is not supported; or a "
-                "compiled part of it made one: then do not compile calls with gradient checkpointing or a static cache."
+                "compiled part of it made one. Then do not compile calls with gradient checkpointing or a static cache."
             )
         if (request.num_queries, request.num_keys) != (queries, keys):
             raise UnsupportedArchitecture(

@@ -39,7 +39,7 @@ class Site:
 
 
 def find_sites(model: object) -> tuple[Site, ...]:
-    """List the modules that call the attention interface, in order of registration; raises where there are none."""
+    """List the modules that call the attention interface, in order of registration; raises if it finds nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a transformers model, got {type(model).__name__}: load one with af.load_model")
     owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}

@@ -1,4 +1,4 @@
-"""The held pass: a forward pass in which a logit is an affine function of its sources, and backward passes of it.
+"""The held pass: a forward pass that makes a logit an affine function of its sources, and backward passes of it.
 
 Scales of norms, weights of attention, activations of feed-forward layers and gates keep their values in the pass. What
 remains between the first layer and the logits is affine, and its derivative times each source says what that source
@@ -7,7 +7,7 @@ and a `Switch` sends a backward pass either along the held derivatives or along 
 
 A sublayer is found by its place. What calls the attention interface passes derivatives through its values. The
 `writers` that the caller names write entries. Every other module of a layer that owns a matrix, and lies in no block
-that attends, is a source as a whole (mixers), or a gate where its output is no vector of the stream.
+that attends, is a whole source (mixers). It is a gate if its output is not a vector of the stream.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def base_implementation(config: PreTrainedConfig) -> str:
 
 
 def readable_implementation(config: PreTrainedConfig) -> str:
-    """Return the implementation by which scores are read: the config's own, or SDPA for one that computes the same.
+    """Return the implementation that scores are read with: the config's own, or SDPA for one that computes the same.
 
     Raises `UnsupportedArchitecture` for one that a user registered, which may compute anything.
     """

@@ -55,7 +55,7 @@ def may_be_norm(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def hold(module: nn.Module, x: Tensor, y: Tensor) -> HeldNorm | None:
-    """Find the linear map that a norm was for the input x with the output y; None for a module that is no norm.
+    """Find the linear map that a norm was for the input x with the output y; None for a module that is not a norm.
 
     Costs six calls of the module, on a few vectors if no parameter tells more of them apart.
     """

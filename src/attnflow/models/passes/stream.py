@@ -1,7 +1,7 @@
 """The recorded pass: what each sublayer added to the stream before one attention, and that attention's call.
 
 `ResidualStream` runs a model up to one attention module, and a `Recorder` notes its summands. Afterwards it can run the
-same code again with each sublayer replaced by a given output, and with norms held: queries and keys are then an affine
+same code again with each sublayer replaced by a given output, and with norms held. Queries and keys are then an affine
 function of those outputs, whatever lies between them (residual sums, norms after sublayers, rotations, projections).
 """
 

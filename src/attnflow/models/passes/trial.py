@@ -44,7 +44,7 @@ def trial(
     """Run the model inside in eval mode, eagerly and without gradients; nothing of that stays.
 
     Masks that are attached sleep: they may be for other lengths. BigBird-Pegasus replaces its attention on short
-    inputs, and models keep rotary tables in buffers, of which it costs a copy. `DoesNotRun` if the model refuses.
+    inputs, and models keep rotary tables in buffers; a run costs a copy of these. `DoesNotRun` if the model refuses.
     """
     with without_masks(), unchanged(model), evaluating(model), torch.no_grad():
         around = models_around(list(interceptors))

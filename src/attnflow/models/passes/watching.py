@@ -138,7 +138,7 @@ class Watch:
 
 @torch.no_grad()
 def calls_of(modules: Mapping[Any, nn.Module], run: Callable[[], object]) -> list[Call]:
-    """Record the modules' calls while `run()` runs, without gradients, in the order in which they start.
+    """Record the modules' calls while `run()` runs, without gradients, in the order of their starts.
 
     Arguments and outputs stay alive. A call that raised has None for its output.
     """

@@ -279,7 +279,7 @@ class Backbone:
         return cls(owners[0], tuple(site for site in sites if site.kind != "cross"))
 
     def plain(self) -> dict[str, object]:
-        """The arguments with which a call returns only its states: no cache, and no output that the config requests."""
+        """The arguments that make a call return only its states: no cache, and no output that the config requests."""
         asked = ("output_attentions", "output_router_logits")
         config = self.module.config
         extra = {name: False for name in asked if getattr(config.get_text_config(), name, False)}

@@ -73,7 +73,7 @@ def model_files(folder: Folder, suffix: str) -> list[str]:
 
 
 def index_of(folder: Folder, suffix: str) -> str | None:
-    """Return the file that says in which shard each tensor is; None if the model is one file."""
+    """Return the file that names the shard of each tensor; None if the model is one file."""
     if _files(folder, suffix) == [f"model{SAFETENSORS}"]:
         return None
     indices = [name for name in folder.sizes if name.endswith(f"{suffix}.index.json")]
