@@ -20,6 +20,7 @@ from attnflow.models.subject import Subject
 _WEIGHTS: Final = 1 << 22  # weights that are worked on at once, of all entries and as many tokens as that allows
 _BLOCK: Final = 1 << 13  # entries whose values are held at once
 _PROMOTED: Final = 5  # tokens named for an entry
+_PUSHED: Final = 256  # entries whose pushes on all tokens are held at once
 _LAST: Final = 40  # entries of the last position, as a page lists them, whose tokens are named first
 
 
@@ -195,16 +196,18 @@ def promoted_tokens(
     ranked = [key for key in zip(*(table.T.flatten().tolist() for table in columns), strict=True) if key[1] >= 0]
     last = [key for key in zip(*(table[-1].tolist() for table in columns), strict=True) if key[1] >= 0]
     asked = list(dict.fromkeys(last[:_LAST] + ranked))[:count]
-    words: list[Promoted] = []
+    places_of, vectors, words = list[tuple[int, int, int]](), list[Tensor](), list[Promoted]()
     for index, one in enumerate(watched):
         mine = [(place, head) for place_of, place, head in asked if place_of == index]
         if mine:
             where, at = (torch.tensor(column, device=frozen.rows.device) for column in zip(*mine, strict=True))
-            values = one.reader.values(where).detach().to(frozen.rows)[at, torch.arange(len(at), device=at.device)]
+            values = one.reader.values(where).detach().to(frozen.rows)
+            vectors.append(values[at, torch.arange(len(at), device=at.device)])
             ids = one.reader.ids(where).tolist()
-            pushes = frozen.pushes(values)
-            sides = [pushes.topk(min(_PROMOTED, pushes.shape[-1]), largest=up).indices.tolist() for up in (True, False)]
-            for entry, (_, head), *moved in zip(ids, mine, *sides, strict=True):
-                texts = (tuple(subject.texts(tokens)) for tokens in moved)
-                words.append(Promoted(one.reader.layer, entry, head, *texts))
+            places_of += [(one.reader.layer, entry, head) for entry, (_, head) in zip(ids, mine, strict=True)]
+    for start in range(0, len(places_of), _PUSHED):  # the unembedding is read once for many
+        pushes = frozen.pushes(torch.cat(vectors)[start : start + _PUSHED])
+        sides = [pushes.topk(min(_PROMOTED, pushes.shape[-1]), largest=up).indices.tolist() for up in (True, False)]
+        for place, *moved in zip(places_of[start : start + _PUSHED], *sides, strict=True):
+            words.append(Promoted(*place, *(tuple(subject.texts(tokens)) for tokens in moved)))
     return tuple(words)
