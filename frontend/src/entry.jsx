@@ -39,14 +39,14 @@ function Fired({ state, value, isBusy }) {
     <>
       <label class="switch"><input type="checkbox" role="switch" checked={state.isAblated.value} disabled={isBusy} onChange={(event) => state.ablate(event.currentTarget.checked)} /> Take the {ABLATED} strongest out, one by one</label>
       <p class="quiet">
-        {state.busy.value === "trace" ? "At work …" : value.note || "Direct effects hold later layers still, so the model may lose much less, or gain, without an entry."}
+        {state.busy.value === "trace" ? "At work …" : value.note || "An effect is a first-order estimate of what the logit loses without the entry, over all paths; the model may lose much less, or gain."}
       </p>
       <div class="scroll" tabIndex={0} role="region" aria-label="Entries that fired" data-saved><Save name="entries that fired" isTable />
         <table class="numbers fired">
           <thead>
             <tr>
               <th scope="col">entry</th>
-              <th scope="col" class="n">direct</th><td />
+              <th scope="col" class="n">effect</th><td />
               {isOut && <><th scope="col" class="n">ablated</th><td /><th scope="col" class="n" title="percentage points of its probability">points lost</th></>}
               <th scope="col">promotes here</th><th scope="col">suppresses here</th><th scope="col" class="n">score</th><th scope="col" class="n">weight</th><th scope="col" class="n">norm</th>
             </tr>

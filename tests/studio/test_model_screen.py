@@ -109,7 +109,7 @@ def trace(page):
     assert page.locator(".heat text.axis").all_text_contents() == ["token →", "← layer"]
     assert {fills(page, "plus"), fills(page, "minus")} in (BLUE_AND_ORANGE, BLUE_AND_ORANGE_ON_DARK)
     heads = page.locator(".fired thead th")
-    assert heads.all_text_contents()[1:4] == ["direct", "promotes here", "suppresses here"]
+    assert heads.all_text_contents()[1:4] == ["effect", "promotes here", "suppresses here"]
     for row in page.locator(".fired tbody tr").all():
         promoted, suppressed = (row.locator("td.words").nth(i).text_content().split() for i in (0, 1))
         assert promoted
@@ -121,14 +121,14 @@ def trace(page):
 
 
 def ablated(page):
-    """What the logit loses stands beside the direct effect, for the strongest entries, at each token that is chosen."""
+    """What the logit loses stands beside the effect, for the strongest entries, at each token that is chosen."""
     fired, tokens = page.locator(".fired"), page.get_by_role("group", name="Token whose entries").get_by_role("button")
     page.get_by_role("switch", name="Take the 8 strongest out").click()
     for chosen in (0, 3):
         tokens.nth(chosen).click()
         settled(page)
         assert tokens.nth(chosen).get_attribute("aria-pressed") == "true"
-        assert fired.locator("thead th").all_text_contents()[1:4] == ["direct", "ablated", "points lost"]
+        assert fired.locator("thead th").all_text_contents()[1:4] == ["effect", "ablated", "points lost"]
         rows = [row.locator("td.n").all_text_contents()[:3] for row in fired.locator("tbody tr").all()]
         assert all(number(cell) is not None for row in rows[:8] for cell in row)
         assert [row[1:] for row in rows[8:]] == [["–", "–"]] * len(rows[8:])
@@ -136,7 +136,7 @@ def ablated(page):
         assert fired.locator("tbody tr").first.locator(".bar").count() == 2
     assert "later layers react" in page.locator(".view").text_content()
     page.get_by_role("switch", name="Take the 8 strongest out").click()
-    page.get_by_text("Direct effects hold later layers still").wait_for()
+    page.get_by_text("An effect is a first-order estimate").wait_for()
     assert "ablated" not in fired.locator("thead").text_content()
 
 
