@@ -189,6 +189,6 @@ def test_twenty_random_inputs_raise_no_alarm(name, dtype):
     for seed in range(20):
         given = drawn(name, seed)
         steps = [4, 1, 2] if name == "T5" else [5, 1, 1, 2]
-        for cache in (False, steps):
-            report = check(model, given, cache=cache, passes=1, both_sides=False, watch="layers", seed=seed)
-            assert report.verdict == "clean", f"seed {seed}\n{report}"
+        cache = steps if seed % 2 else False  # in steps, the whole pass is checked as well
+        report = check(model, given, cache=cache, passes=1, both_sides=False, watch="layers", seed=seed)
+        assert report.verdict == "clean", f"seed {seed}\n{report}"

