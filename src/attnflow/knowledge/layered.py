@@ -117,8 +117,7 @@ def covered(model: nn.Module) -> tuple[str, ...]:
 def numbering(model: nn.Module) -> dict[LayerReader, tuple[int, int]]:
     """For each layer that reads entries: the number of the model's layer, and that of its first entry within it.
 
-    Several readers of one layer, such as experts and shared experts, are numbered one after another, and so are the
-    heads of one: the entry at a place is number offset + head * span + place, as in "L24N1005".
+    Readers of one layer, such as experts and shared experts, follow one another: offset + head * span + place.
     """
     taken: dict[tuple[str, str], int] = {}
     places: dict[LayerReader, tuple[int, int]] = {}

@@ -196,18 +196,17 @@ def promoted_tokens(
     ranked = [key for key in zip(*(table.T.flatten().tolist() for table in columns), strict=True) if key[1] >= 0]
     last = [key for key in zip(*(table[-1].tolist() for table in columns), strict=True) if key[1] >= 0]
     asked = list(dict.fromkeys(last[:_LAST] + ranked))[:count]
-    places_of, vectors, words = list[tuple[int, int, int]](), list[Tensor](), list[Promoted]()
+    found, vectors, words = list[tuple[int, int, int]](), list[Tensor](), list[Promoted]()
     for index, one in enumerate(watched):
         mine = [(place, head) for place_of, place, head in asked if place_of == index]
         if mine:
             where, at = (torch.tensor(column, device=frozen.rows.device) for column in zip(*mine, strict=True))
             values = one.reader.values(where).detach().to(frozen.rows)
             vectors.append(values[at, torch.arange(len(at), device=at.device)])
-            ids = one.reader.ids(where).tolist()
-            places_of += [(one.reader.layer, entry, head) for entry, (_, head) in zip(ids, mine, strict=True)]
-    for start in range(0, len(places_of), _PUSHED):  # the unembedding is read once for many
+            found += [(one.reader.layer, id, mine[row][1]) for row, id in enumerate(one.reader.ids(where).tolist())]
+    for start in range(0, len(found), _PUSHED):  # the unembedding is read once for many
         pushes = frozen.pushes(torch.cat(vectors)[start : start + _PUSHED])
         sides = [pushes.topk(min(_PROMOTED, pushes.shape[-1]), largest=up).indices.tolist() for up in (True, False)]
-        for place, *moved in zip(places_of[start : start + _PUSHED], *sides, strict=True):
+        for place, *moved in zip(found[start : start + _PUSHED], *sides, strict=True):
             words.append(Promoted(*place, *(tuple(subject.texts(tokens)) for tokens in moved)))
     return tuple(words)
