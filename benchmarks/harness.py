@@ -134,7 +134,8 @@ def _run(case: Case, time_limit: float) -> dict[str, object]:
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert child.stdout is not None
-        prepared = child.stdout.readline() == READY  # the limit is on what is timed, not on building inputs
+        # The limit is on what is timed, not on building inputs. `readline` would read ahead what `communicate` wants.
+        prepared = os.read(child.stdout.fileno(), len(READY)) == READY.encode()
         try:
             output, _ = child.communicate(timeout=time_limit)
         except subprocess.TimeoutExpired:
