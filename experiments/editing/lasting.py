@@ -30,7 +30,7 @@ _ENOUGH: Final = 0.95  # probability of every answer at which teaching by gradie
 
 @dataclass(frozen=True)
 class Lasting:
-    """One experiment. The defaults take an hour of one CPU core."""
+    """One experiment. The defaults are the scale "lasting"."""
 
     model: str = "smollm2-135m"  # as `af.models.load_model` takes it
     seeds: tuple[int, ...] = (0, 1, 2)  # of the text's order; each has facts of its own, one of every relation
@@ -48,7 +48,7 @@ class Lasting:
 
 
 def lasting() -> Lasting:
-    """Three seeds of three ways, an hour of one CPU core."""
+    """Three seeds of three ways, 45 minutes of one CPU core."""
     return Lasting()
 
 
