@@ -81,7 +81,7 @@ class Bench:
         for name, settings in ARMS.items():
             with edit(self.model, fact, text=self.moments, tokenizer=self.tokenizer, **settings) as handle:
                 report = handle.report
-                about = {"change": max(report.relative_change), "entries": report.entries, "ok": report.ok}
+                about = {"change": max(report.relative_change), "entries": report.entries, "ok": not report.problems}
                 arms[name] = {**self._measured(case, statements), **about}
         return {"before": before, "arms": arms}
 
