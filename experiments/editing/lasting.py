@@ -36,7 +36,7 @@ class Lasting:
     seeds: tuple[int, ...] = (0, 1, 2)  # of the text's order; each has facts of its own, one of every relation
     others: int = 4  # other facts of each relation that are asked for
     tokens: int = 4096  # of the model's own text, which the edit preserves
-    text_tokens: int = 256  # of Hamlet, for the loss on other text
+    text_tokens: int = 128  # of Hamlet, for the loss on other text
     rank: int = 8  # of LoRA, in all linear layers
     lora_rate: float = 1e-3
     full_rate: float = 2e-5

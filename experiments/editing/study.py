@@ -39,7 +39,7 @@ class Editing:
     facts: int = 2  # of each relation, none of which any setting was tuned on
     others: int = 4  # other facts of the relation that are asked for
     tokens: int = 4096  # of the model's own text, which edits preserve
-    text_tokens: int = 256  # of Hamlet, for the loss on other text
+    text_tokens: int = 128  # of Hamlet, for the loss on other text
 
 
 def tiny() -> Editing:
