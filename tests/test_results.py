@@ -97,7 +97,7 @@ def test_it_prints_a_summary_and_shows_itself_in_a_notebook(kind):
 @every_kind
 def test_a_verdict_is_a_property(kind):
     if hasattr(kind, "ok"):
-        assert isinstance(sample(kind).ok, bool)
+        assert sample(kind).ok in (True, False, None)  # None: nothing is wrong, but not all of it was measured
 
 
 @pytest.fixture

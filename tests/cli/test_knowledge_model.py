@@ -89,6 +89,9 @@ def test_a_model_is_edited_and_saved(run, tiny_model, tmp_path):
     report = EditReport.from_dict(json.loads(found.out))
     assert found.code == (0 if report.ok else 1)
     assert report.facts[0].after > report.facts[0].before
+    bare = run("knowledge", "edit", tiny_model, "--file", str(facts), "-o", str(out), "--no-guard")
+    assert bare.code == 1
+    assert "not promised: other statements on the subject stay: not measured for 1 of 1 fact" in bare.out
 
 
 def test_patches(run, tiny_model, tmp_path, monkeypatch):

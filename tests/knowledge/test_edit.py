@@ -19,10 +19,10 @@ from attnflow.knowledge.editing.edit_targets import (
     sampled_text,
     targets,
     token_ids,
-    weights_everywhere,
 )
 from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
 from attnflow.knowledge.editing.guard import NO_GUARD, EditGuard, guard_of, likely
+from attnflow.knowledge.editing.inputs import inputs_everywhere
 from attnflow.models import load_model
 from attnflow.models.subject import Subject
 from tests.models import tiny
@@ -148,7 +148,7 @@ def test_what_a_guard_holds_moves_less(tokenizer):
 
     def moved(moments):
         changes = value_changes(subject, layers, aims, [], moments, Method.ridge)
-        held = weights_everywhere(subject, layers, [token_ids(tokenizer, text) for text in guard.about + guard.beside])
+        held = inputs_everywhere(subject, layers, [token_ids(tokenizer, text) for text in guard.about + guard.beside])
         return [float((held[layer] @ changes[layer]).norm()) for layer in layers]
 
     free, held = moved(moments), moved(guarded(subject, layers, moments, [guard]))
@@ -164,7 +164,9 @@ def test_a_report_counts_what_was_lost_beside_a_fact(tokenizer):
         assert report.text is not None
     with edit(model, FRANCE, text=TEXT, tokenizer=tokenizer, layers=[1, 2], guard=False) as handle:
         assert handle.report.facts[0].about == handle.report.facts[0].beside == 0
-        assert "other statements on the subject stay: not measured" in str(handle)
+        assert "not promised: other statements on the subject stay: not measured for 1 of 1 fact" in str(handle)
+        assert handle.report.facts[0].changed
+        assert handle.report.ok is (False if handle.report.problems else None)
 
 
 LOST = {"about": 10, "about_kept": 8, "beside": 20, "beside_kept": 19, "understood": 20, "understood_changed": 17}
@@ -175,7 +177,6 @@ LOST = {"about": 10, "about_kept": 8, "beside": 20, "beside_kept": 19, "understo
     [
         ({"about_kept": 9}, 0.01, None),
         ({}, 0.0, "other statements on the subject stay: 8 of 10, fewer than 85%"),
-        ({"about": 0, "about_kept": 0}, None, None),
         ({"about_kept": 9, "beside_kept": 18}, 0.0, "the same statement on other subjects stays: 18 of 20"),
         ({"about_kept": 9, "understood_changed": 16}, 0.0, "paraphrases that the model understood follow: 16 of 20"),
         ({"about_kept": 9}, 0.011, "the loss on other text rises by 0.011 nats"),
@@ -187,9 +188,30 @@ def test_a_report_is_ok_only_within_its_bounds(changes, text, problem):
     values = {"changed": True, "paraphrases_changed": 0, **LOST, **changes}
     fact = FactChange("p", "x", 0.1, 0.9, " a", " b", **values)
     report = EditReport((fact,), (1,), 3, (0.1,), 0, 0.0, text)
-    assert report.ok == (problem is None)
+    assert report.ok is (problem is None)
     assert [line.startswith(problem or "-") for line in report.problems] == ([True] if problem else [])
     assert problem is None or f"outside its bound: {problem}" in str(report)
+
+
+@pytest.mark.parametrize("name", ["understood", "about", "beside", "text"])
+def test_nothing_is_promised_of_what_was_not_measured(name):
+    good = dict.fromkeys(["understood", "understood_changed", "about", "about_kept", "beside", "beside_kept"], 8)
+    less = {key: value for key, value in good.items() if not key.startswith(name)}
+    text = None if name == "text" else 0.0
+
+    def report(*facts):
+        made = [FactChange("p", "x", 0.1, 0.9, " a", " x", True, 0, **values) for values in facts]
+        return EditReport(tuple(made), (1,), 3, (0.1,), 0, 0.0, text)
+
+    partly = report(good, less)
+    assert partly.ok is None
+    assert partly.problems == ()
+    (line,) = partly.unmeasured
+    assert line.endswith("not measured" if name == "text" else "not measured for 1 of 2 facts")
+    assert f"not promised: {line}" in str(partly)
+    lost = report(less, {**good, "about_kept": 0, "beside_kept": 0})
+    assert lost.ok is False  # what is wrong is said before what was not measured
+    assert EditReport.from_json(partly.to_json()).ok is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

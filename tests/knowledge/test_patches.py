@@ -257,6 +257,29 @@ def test_models_that_it_was_not_made_for(models, tmp_path):
         load_edit(model, tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("column", [0, 40, 95, 96])  # of two keys, values and thresholds
+def test_feed_forward_weights_that_it_was_not_made_for(column, models, tmp_path):
+    model = copy.deepcopy(models[torch.float32])
+    first = Edited(model, change(model, 1))  # a patch is for the weights without edits
+    second = Edited(model, change(model, 0, layers=[1]))
+    second.save(tmp_path)
+    first.remove()
+    second.remove()
+    Edited(model, change(model, 1))
+    load_edit(model, tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        other = copy.deepcopy(models[torch.float32]).to(dtype)
+        entries, rows = other.knowledge.entries.detach(), other.knowledge.rows(1)
+        entries[rows.start - 1, column] += 1  # of a layer that the patch does not touch
+        load_edit(other, tmp_path).remove()
+        if dtype == torch.float32:
+            entries[rows.stop - 1, column] = torch.nextafter(entries[rows.stop - 1, column], torch.tensor(9.0))
+        else:
+            entries[rows] *= 1.1
+        refused(other, tmp_path, "other feed-forward weights in layer 1.*strict=False", WrongBase)
+        load_edit(other, tmp_path, strict=False)
+
+
 @pytest.fixture
 def patch(models, tmp_path):
     model = copy.deepcopy(models[torch.float32])

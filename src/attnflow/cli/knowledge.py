@@ -126,7 +126,8 @@ def knowledge_edit(
 
     Makes the smallest change to the values of feed-forward entries that gives the new answers, and writes an ordinary
     transformers model, or only the change, which --apply reads. Exits with 1 if the edited model does not give an
-    answer, or if what was measured beside it lies outside its bound; the report says which.
+    answer, if something beside it lies outside its bound, or if something that has a bound was not measured, as with
+    --no-guard; the report says which.
     """
     if (file is None) == (prompt is None) or (prompt is None) != (answer is None):
         raise BadUsage("give --prompt and --answer, or --file with facts")

@@ -157,15 +157,6 @@ def leads_of(text: str, count: int) -> list[str]:
     return [" ".join(words[start : start + _LEAD]).rstrip(".,;:!?") + ". " for start in starts]
 
 
-def weights_everywhere(subject: Subject, layers: Layers, texts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
-    """Compute each layer's entry weights at all tokens of some texts, [tokens, entries], in float64."""
-    weights: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    for ids in texts:
-        for call in calls_of(layers, lambda ids=ids: run(subject, [ids])):
-            weights[call.name].append(call.first[0].double().cpu())
-    return {layer: torch.cat(parts) for layer, parts in weights.items() if parts}
-
-
 @torch.no_grad()
 def sampled_text(subject: Subject, tokens: int) -> str:
     """Let the model write text, from nothing and always the same: what is likely to it, in its own languages.

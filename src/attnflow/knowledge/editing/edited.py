@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
 
+from attnflow._core.errors import WrongBase
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.editing.edit_targets import Moments
 from attnflow.knowledge.editing.facts import EditReport
-from attnflow.knowledge.editing.stack import Patch, ValueChange, add, in_force, take
+from attnflow.knowledge.editing.stack import Patch, ValueChange, add, fingerprint, in_force, take
 from attnflow.knowledge.layered import EntryValues, readers
-from attnflow.models.loading.addons import Addon, read_addon, save_addon
+from attnflow.models.loading.addons import Addon, read_addon, same_weights, save_addon
 from attnflow.models.subject import Loaded, Subject
 
 _KIND: Final = "edit"
@@ -36,7 +37,9 @@ def load_edit(model: nn.Module | Loaded, folder: str | os.PathLike[str], *, stri
     Args:
         model: converted by `from_ffn`, or a `Loaded` with such a model.
         folder: the folder that `save` wrote.
-        strict: refuse a model whose sizes fit but whose weights are not those that the edit was saved with.
+        strict: refuse a model whose sizes fit but whose weights are not those that the edit was saved with. Attention
+            is compared by samples; the feed-forward layers that the edit changes are compared as they are without
+            edits, bit for bit in the precision of the edit, and by samples in another.
 
     Returns:
         The handle, as `edit` returns it. Its `.report` holds what was measured when the edit was made, on a model of
@@ -58,6 +61,8 @@ def load_edit(model: nn.Module | Loaded, folder: str | os.PathLike[str], *, stri
     saved.check_base(_identity(subject.model), strict)
     base = next(iter(plain.values())).base
     changes, report = _changes(saved, base, plain), saved.config.get("report")
+    if strict:
+        _check_entries(saved, base, changes)
     if report is not None and not isinstance(report, Mapping):
         raise ValueError(f"{saved.path} is damaged: its report cannot be read")
     said = None if report is None else EditReport.from_dict(cast("Mapping[str, object]", report))
@@ -139,7 +144,8 @@ class Edited(Handle):
             for name in _PARTS
         }
         report = getattr(self, "report", None)
-        config = {"report": None if report is None else report.to_dict()}
+        prints = {f"entries.{layer}": fingerprint(self._base, layer) for layer in self._patch.layers}
+        config = {"report": None if report is None else report.to_dict(), **prints}
         return save_addon(folder, _KIND, tensors, config, _identity(self.model))
 
     def results(self) -> Sequence[EditReport]:
@@ -197,6 +203,19 @@ def _changes(saved: Addon, base: LayeredKnowledge, plain: Mapping[int, EntryValu
     if not changes:
         raise ValueError(f"{saved.path} is damaged: it changes nothing")
     return changes
+
+
+def _check_entries(saved: Addon, base: LayeredKnowledge, layers: Iterable[int]) -> None:
+    """Raise `WrongBase` if the entries of the edited layers, as they are without edits, are not those of the file."""
+    for layer in layers:
+        here, there = fingerprint(base, layer), saved.config.get(f"entries.{layer}")
+        there = cast("Mapping[str, object]", there) if isinstance(there, Mapping) else {}
+        exact = there.get("dtype") == here["dtype"]
+        if there.get("sha256") != here["sha256"] if exact else not same_weights(here["samples"], there.get("samples")):
+            raise WrongBase(
+                f"the edit in {saved.path.parent} was made for other feed-forward weights in layer {layer}: load "
+                "those, or pass strict=False if this model was trained on from there"
+            )
 
 
 def _identity(model: nn.Module) -> dict[str, object]:

@@ -6,10 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, TypeVar, cast
+
+from torch import Tensor
 
 from attnflow._core.markup import aligned, plural, shorten
 from attnflow._core.results import Result
+
+Distance = TypeVar("Distance", float, Tensor)
 
 _NATS: Final = 0.01  # by which the loss on other text may rise, a token
 
@@ -88,12 +92,37 @@ class FactChange:
     said_after: str
     changed: bool  # whether the model now gives the answer: each of its tokens is the most likely one
     paraphrases_changed: int  # the number of paraphrases that get the answer
-    understood: int = 0  # the number of paraphrases to which the model gave the same answer as to the prompt
+    # The number of paraphrases, given or found (`EditGuard.rewordings`), which the model answered as it did the prompt.
+    understood: int = 0
     understood_changed: int = 0  # the number of these that get the new answer
     about: int = 0
     about_kept: int = 0
     beside: int = 0
     beside_kept: int = 0
+
+
+@dataclass(frozen=True)
+class ShiftBound:
+    """A bound of the norm of what an edit adds to one layer's output, at any token of any text.
+
+    It is `bound(distance)`, where the distance is that of the layer's input, behind the norm, from the nearest input at
+    the subject of an edited fact. `largest_ratio` is that of the real shift over the bound, at `checked` tokens of
+    other prompts.
+
+    The bound holds, and promises little away from the facts: for three edits of SmolLM2-135M, at other prompts'
+    tokens, 0.8 to 7 from the fact where inputs are 3 long, the real shift was at most 13 % of it, and in the median
+    0.01 %. What an edit does there is what the report measured.
+    """
+
+    layer: int
+    shift: float
+    slope: float
+    bend: float
+    checked: int = 0
+    largest_ratio: float = 0.0
+
+    def bound(self, distance: Distance) -> Distance:
+        return self.shift + self.slope * distance + self.bend * distance**2
 
 
 @dataclass(frozen=True)
@@ -107,15 +136,19 @@ class EditReport(Result):
     untouched: int  # the number of texts that must not change
     largest_shift: float  # the largest change of any next token's probability on these texts; 0 without texts
     text: float | None = None  # the change of the loss on text that the edit has not read, in nats a token
+    # For each layer whose activation is known, how far what it writes can move at most, checked at what is measured.
+    certificate: tuple[ShiftBound, ...] = ()
 
     @property
-    def ok(self) -> bool:
-        """Whether the model gives every answer, and everything that was measured beside it stays within its bound.
+    def ok(self) -> bool | None:
+        """Whether the model gives every answer, and everything beside it was measured and stays within its bound.
 
-        The bounds: of the paraphrases that the model understood 85 % follow, of other statements on the subjects 85 %
-        stay, of the relation's facts on other subjects 95 %; text costs at most 0.01 nats a token more.
+        False if something lies outside its bound (`problems`). None if nothing does, but something was not measured
+        (`unmeasured`): nothing is promised then. The bounds: of the wordings that the model understood 85 % follow, of
+        other statements on the subjects 85 % stay, of the relation's facts on other subjects 95 %; text costs at most
+        0.01 nats a token more.
         """
-        return not self.problems
+        return False if self.problems else None if self.unmeasured else True
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -125,21 +158,38 @@ class EditReport(Result):
             for fact in self.facts
             if not fact.changed
         ]
-        for words, kept, count, bound in self._shares():
-            if count and kept < bound * count:
-                found.append(f"{words}: {kept} of {count}, fewer than {bound:.0%}")
+        for words, kept, counts, bound in self._shares():
+            if kept < bound * sum(counts):
+                found.append(f"{words}: {kept} of {sum(counts)}, fewer than {bound:.0%}")
         if self.text is not None and not self.text <= _NATS:
             found.append(f"the loss on other text rises by {self.text:.3g} nats a token, more than {_NATS}")
         return tuple(found)
 
-    def _shares(self) -> list[tuple[str, int, int, float]]:
-        def total(name: str) -> int:
-            return sum(cast(int, getattr(fact, name)) for fact in self.facts)
+    @property
+    def unmeasured(self) -> tuple[str, ...]:
+        """What has a bound and was not measured for some of the facts, in words."""
+        found = [
+            f"{words}: not measured for {counts.count(0):,} of {plural(len(counts), 'fact')}"
+            for words, _, counts, _ in self._shares()
+            if 0 in counts
+        ]
+        return (*found, *(["loss on other text: not measured"] if self.text is None else []))
+
+    def _shares(self) -> list[tuple[str, int, list[int], float]]:
+        """For each bound on shares: what it bounds, how many stayed, how many were measured of each fact, the bound."""
+
+        def counts(name: str) -> list[int]:
+            return [cast(int, getattr(fact, name)) for fact in self.facts]
 
         return [
-            ("paraphrases that the model understood follow", total("understood_changed"), total("understood"), 0.85),
-            ("other statements on the subject stay", total("about_kept"), total("about"), 0.85),
-            ("the same statement on other subjects stays", total("beside_kept"), total("beside"), 0.95),
+            (
+                "paraphrases that the model understood follow",
+                sum(counts("understood_changed")),
+                counts("understood"),
+                0.85,
+            ),
+            ("other statements on the subject stay", sum(counts("about_kept")), counts("about"), 0.85),
+            ("the same statement on other subjects stays", sum(counts("beside_kept")), counts("beside"), 0.95),
         ]
 
     def rows(self) -> Sequence[Mapping[str, object]]:
@@ -160,12 +210,17 @@ class EditReport(Result):
         lines.append(aligned(rows, left=[0, 1, 4, 5]))
         if more := len(self.facts[20:]):
             lines.append(f"and {plural(more, 'more fact')}")
-        for words, kept, count, _ in self._shares():
-            lines.append(f"{words}: {kept} of {count}" if count else f"{words}: not measured")
+        lines += [f"{words}: {kept} of {sum(counts)}" for words, kept, counts, _ in self._shares() if any(counts)]
         if self.text is not None:
             lines.append(f"loss on other text: {self.text:+.4f} nats a token")
         if self.untouched:
             texts = plural(self.untouched, "text")
             lines.append(f"{texts} that must not change: probabilities moved by at most {self.largest_shift:.1g}")
+        if checked := max((bound.checked for bound in self.certificate), default=0):
+            ratio = max(bound.largest_ratio for bound in self.certificate)
+            lines.append(
+                f"at {plural(checked, 'token')} of other prompts, layers moved by at most {ratio:.1%} of the bound"
+            )
         lines += [f"outside its bound: {problem}" for problem in self.problems]
+        lines += [f"not promised: {what}" for what in self.unmeasured]
         return "\n".join(lines)

@@ -68,6 +68,11 @@ class EditGuard:
     about_measured: tuple[str, ...]
     beside_measured: tuple[str, ...]
 
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """Those that are held and those that are measured."""
+        return self.about + self.beside + self.about_measured + self.beside_measured
+
 
 NO_GUARD: Final = EditGuard((), (), (), (), ())
 

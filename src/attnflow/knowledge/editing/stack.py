@@ -16,6 +16,7 @@ from torch import Tensor
 from attnflow.knowledge.base import LayeredKnowledge
 
 _EXACT: Final = 1e-13  # of the norm of a change: what its factors may lack
+_SAMPLES: Final = 64  # numbers by which a layer is recognised in another precision
 _ROWS: Final = 256  # of a change that are computed at once, so that they stay in the cache
 
 
@@ -144,6 +145,19 @@ def take(base: LayeredKnowledge, patch: Patch) -> None:
             kept = torch.isin(ids, torch.cat(touched))
             before[layer] = ids[kept], values[kept]
     _STACKS[base] = EditStack(before, rest.patches)
+
+
+def fingerprint(base: LayeredKnowledge, layer: int) -> dict[str, object]:
+    """Identify the entries of a layer, as they are without edits: exactly in one precision, by samples in another."""
+    ids = base.ids[base.rows(layer)].cpu().sort().values
+    rows, stack = base.get(ids.to(base.ids.device)).cpu(), _STACKS.get(base, _NONE)
+    if layer in stack.before:
+        changed, values = stack.before[layer]
+        there = torch.isin(changed, ids)
+        rows[torch.searchsorted(ids, changed[there]), base.layouts[layer].value] = values[there]
+    digest = hashlib.sha256(rows.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    samples = rows.flatten()[:: max(1, rows.numel() // _SAMPLES)].double().tolist()
+    return {"dtype": str(rows.dtype), "sha256": digest, "samples": samples}
 
 
 def _replace(base: LayeredKnowledge, old: EditStack, new: EditStack, patch: Patch) -> list[Move]:
