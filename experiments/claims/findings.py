@@ -183,8 +183,10 @@ def wrong_heads(claims: Mapping[str, Claim]) -> Finding:
     )
 
 
-def facts_edited(claims: Mapping[str, Claim]) -> Finding:
+def facts_edited(claims: Mapping[str, Claim]) -> Finding | None:
     content = results_of("editing")
+    if content is None:
+        return None
     made = {one["arm"]: one for one in content["outcomes"]}
     plain, free, few = (made[arm] for arm in ("guarded", "no guard", "64 entries"))
 
