@@ -203,7 +203,7 @@ def facts_edited(claims: Mapping[str, Claim]) -> Finding | None:
         f"said of the subject {said(plain, 'same subject')} stays, {said(free, 'same subject')} without the guard, and "
         f"{said(few, 'same subject')} if 64 entries of each layer may change.",
         ("K20", "K12"),
-        plain["quantities"]["fact"]["low"] > 0.9 and subject["high"] < 0.95,
+        plain["quantities"]["fact"]["mean"] > 0.95 and subject["high"] < 0.95,
         "editing",
         ("figure.png", "Shares of prompts by kind of edit: the fact, paraphrases, the same subject, the same relation"),
     )
