@@ -151,40 +151,41 @@ _LASTING: Final[Mapping[str, Callable[[Measured, Measured], float | None]]] = {
 
 
 def lasted(runs: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Rows by way and step: each quantity's mean over a seed's facts, and its interval over seeds."""
+    """Rows by way and step: the mean of each quantity, with its interval over seeds, or over the facts of one seed."""
     rows: list[dict[str, Any]] = []
     for way in WAYS:
         mine = [run for run in runs if run["way"] == way]
         for place, step in enumerate([one["step"] for one in mine[0]["measured"]] if mine else []):
-            seeds: dict[str, list[float]] = {}
+            seeds: dict[str, list[list[float]]] = {}
             for run in mine:
                 now = run["measured"][place]
                 for name, take in _LASTING.items():
                     pairs = zip(now["cases"], run["before"]["cases"], strict=True)
-                    seeds.setdefault(name, []).append(
-                        fmean(v for v in (take(*pair) for pair in pairs) if v is not None)
-                    )
-                seeds.setdefault("text", []).append(now["text"] - run["before"]["text"])
-            rows += [
-                {"way": way, "step": step, "quantity": name, "by_seed": some, **asdict(student(some))}
-                for name, some in seeds.items()
-            ]
+                    if values := [value for pair in pairs if (value := take(*pair)) is not None]:
+                        seeds.setdefault(name, []).append(values)
+                seeds.setdefault("text", []).append([now["text"] - run["before"]["text"]])
+            rows += [{"way": way, "step": step, "quantity": name, **_of_seeds(some)} for name, some in seeds.items()]
     return rows
+
+
+def _of_seeds(values: Sequence[Sequence[float]]) -> dict[str, Any]:
+    by_seed = [fmean(some) for some in values]
+    found = student(by_seed) if len(by_seed) > 1 else share(values[0])
+    low, high = (end if np.isfinite(end) else None for end in (found.low, found.high))
+    return {"by_seed": by_seed, "mean": found.mean, "low": low, "high": high}
 
 
 def _summarise_lasting(about: Measured, runs: Sequence[Measured], results: Path) -> str:
     rows = lasted(runs)
     spent = {way: [run["steps"] for run in runs if run["way"] == way] for way in WAYS}
-    content = {"interval": "mean, and 95 % over seeds: Student's t", "config": about["config"]}
+    content = {
+        "interval": "mean, and 95 % over seeds, or over the facts of one seed: Student's t",
+        "config": about["config"],
+    }
     write(results / "results.json", {**content, "steps_of_teaching": spent, "rows": rows})
+    ends = ("mean", "low", "high")
     cells = [
-        [
-            row["way"],
-            row["step"],
-            len(row["by_seed"]),
-            row["quantity"],
-            *(f"{row[n]:.5f}" for n in ("mean", "low", "high")),
-        ]
+        [row["way"], row["step"], len(row["by_seed"]), row["quantity"], *(_cell(row[end]) for end in ends)]
         for row in rows
     ]
     write_table(results / "results.csv", ["way", "step", "seeds", "quantity", "mean", "low", "high"], cells)
@@ -206,3 +207,7 @@ def _summarise_lasting(about: Measured, runs: Sequence[Measured], results: Path)
         shares = [f"{100 * some[name]:.0f} %" if name in some else "-" for name in _LASTING]
         lines.append([way, str(step), *shares, f"{some['text']:+.3f}"])
     return aligned(lines, left=[0])
+
+
+def _cell(number: float | None) -> str:
+    return "" if number is None else f"{number:.5f}"

@@ -192,10 +192,10 @@ def judged_parts() -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", names())
-def test_a_study_in_miniature_is_summarised_and_judged(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "scale"), [*((name, "tiny") for name in names()), ("editing", "lasting")])
+def test_a_study_in_miniature_is_summarised_and_judged(name: str, scale: str, tmp_path: Path) -> None:
     experiment = find(name)
-    config = FEWER.get(name, lambda config: config)(experiment.miniature(experiment.recipes["tiny"]()))
+    config = FEWER.get(name, lambda config: config)(experiment.miniature(experiment.recipes[scale]()))
     assert run_miniature(experiment, tmp_path, config)
     results = tmp_path / "results"
     assert json.loads((results / "results.json").read_text())
