@@ -183,29 +183,29 @@ def wrong_heads(claims: Mapping[str, Claim]) -> Finding:
     )
 
 
-def facts_edited(claims: Mapping[str, Claim]) -> Finding:
+def facts_edited(claims: Mapping[str, Claim]) -> Finding | None:
     content = results_of("editing")
-    known, new = (
-        _of(content["outcomes"], facts=facts, arm="few entries, constraints") for facts in ("tuned", "held out")
-    )
+    if content is None:
+        return None
+    made = {one["arm"]: one for one in content["outcomes"]}
+    plain, free, few = (made[arm] for arm in ("guarded", "no guard", "64 entries"))
 
     def said(one: Mapping[str, Any], name: str) -> str:
         return f"{100 * one['quantities'][name]['mean']:.3g}%"
 
-    config = content["config"]
+    subject = plain["quantities"]["same subject"]
     return Finding(
-        "A fact can be changed in a few entries, while other facts stay",
-        f"The feed-forward layers of SmolLM2-135M become entries; {config['entries']} of them in each of "
-        f"{len(config['layers'])} layers are edited. Of {new['count']} held-out facts {said(new, 'fact')} change, and "
-        f"{said(new, 'leaked')} of other facts take over the new answer. Of the {known['count']} facts of an earlier "
-        f"experiment ({config['tuned']} chose the settings) {said(known, 'fact')} change, and "
-        f"{said(known, 'leaked')} leak. Paraphrases follow where the model understands them: "
-        f"{said(new, 'paraphrases understood')} of these, {said(new, 'paraphrases')} of all.",
+        "A fact can be changed in the entries, and what is said of its subject pays",
+        f"The feed-forward layers of SmolLM2-135M become entries, and {plain['count']} facts of "
+        f"{len(plain['relations']['fact'])} relations, none of which tuned the method, are edited one at a time: "
+        f"{said(plain, 'fact')} change, {said(plain, 'paraphrases understood')} of the paraphrases that the model "
+        f"understood follow, and {said(plain, 'same relation')} of other facts of the relation stay. Of what the model "
+        f"said of the subject {said(plain, 'same subject')} stays, {said(free, 'same subject')} without the guard, and "
+        f"{said(few, 'same subject')} if 64 entries of each layer may change.",
         ("K20", "K12"),
-        all(one["quantities"]["fact"]["mean"] == 1 for one in (new, known))
-        and new["quantities"]["leaked"]["mean"] < 0.05,
+        plain["quantities"]["fact"]["mean"] > 0.95 and subject["high"] < 0.95,
         "editing",
-        ("figure.png", "Shares of prompts by kind of edit: the fact, paraphrases, and other facts that are kept"),
+        ("figure.png", "Shares of prompts by kind of edit: the fact, paraphrases, the same subject, the same relation"),
     )
 
 

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attnflow.knowledge.editing.edit_targets import answers_of, token_ids
+from attnflow.models.subject import Subject
+
 
 @dataclass(frozen=True)
 class Relation:
@@ -74,17 +77,15 @@ def token_of(tokenizer: Any, answer: str) -> int:
     return ids[0]
 
 
+@torch.no_grad()
 def known_facts(model: nn.Module, tokenizer: Any, relations: Mapping[str, Relation] = RELATIONS) -> list[Fact]:
-    """Those facts whose answer is the model's most likely next token, each with another answer of its relation."""
+    """Those facts whose whole answer is what the model says, each with another answer of its relation."""
     found: list[Fact] = []
     for name, relation in relations.items():
-        subjects = list(relation.answers)
-        best = last_logits(model, tokenizer, [relation.prompt.format(s) for s in subjects]).argmax(dim=-1).tolist()
-        known = [
-            (subject, relation.answers[subject])
-            for subject, token in zip(subjects, best, strict=True)
-            if token == token_of(tokenizer, relation.answers[subject])
-        ]
+        prompts = [token_ids(tokenizer, relation.prompt.format(subject)) for subject in relation.answers]
+        answers = [token_ids(tokenizer, answer, answer=True) for answer in relation.answers.values()]
+        said = answers_of(Subject(model, tokenizer), prompts, answers).first.tolist()
+        known = [one for one, right in zip(relation.answers.items(), said, strict=True) if right]
         for place, (subject, answer) in enumerate(known):
             others = [a for _, a in known[place + 1 :] + known[:place] if a != answer]
             if others:

@@ -36,7 +36,7 @@ def judge(results: Path) -> Sequence[Judgement]:
             f"Of SmolLM2-135M converted, {size} entries edited change {changed['mean']:.0%} of the facts, and the "
             f"answer leaks to {leaked['mean']:.0%} of other facts; ablated, they cost the fact "
             f"{-cut['fact']['mean']:.1f} nats and other facts of its relation {-cut['other_facts']['mean']:.1f}. "
-            "Superseded by the experiment editing (K20): its method changes all of these facts, and leaks to none.",
+            "Superseded by the experiment editing (K20), whose edits are found by gradients, and measured on more.",
             ("superseded",),
         )
     ]

@@ -130,11 +130,10 @@ COLOURS: Final[Mapping[str, str]] = {
     "edit": "#3a8a4d",
     "rank one": "#aa3377",
     # ways of changing a fact in its entries
-    "least change": "#66ccee",
-    "with constraints": "#1f5fa8",
-    "few entries, constraints": "#3a8a4d",
-    "direct effect": "#c2571a",
-    "one layer": "#aa3377",
+    "guarded": "#1f5fa8",
+    "no guard": "#c2571a",
+    "64 entries": "#3a8a4d",
+    "full": "#222222",
 }
 SIZE: Final = 14.0  # points of all text: readable where the figure is shown at half its size
 

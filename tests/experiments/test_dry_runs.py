@@ -16,9 +16,8 @@ import torch
 from attnflow.models.subject import Loaded
 from experiments.claims.claim import Measured
 from experiments.claims.page import claims
-from experiments.editing import study as editing
 from experiments.explain_agreement import study as agreement
-from experiments.knowledge_ablation import ablate
+from experiments.knowledge_ablation.facts import Fact
 from experiments.runner.command import dry_run
 from experiments.runner.experiment import find, names
 from experiments.runner.text import Split, stream, stream_rows, word_pieces
@@ -79,8 +78,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
     def always(value: Any) -> Callable[..., Any]:
         return lambda *_, **__: value
 
-    def facts(kind: type) -> Callable[..., Any]:
-        return always([kind("capital", subject, "alpha", "beta") for subject in ("Norway", "Sweden", "Denmark")])
+    def facts(relation: str) -> Callable[..., Any]:
+        return always([Fact(relation, subject, "alpha", "beta") for subject in ("Norway", "Sweden", "Denmark")])
 
     long = ["alpha beta gamma delta " * 20, "delta gamma " * 30] * 20
     for place, value in {
@@ -97,8 +96,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
         "experiments.bias_comparison.data.works": list,
         "experiments.editing.study.load_model": loaded,
         "experiments.editing.study.sample_text": always("to be or not to be. that is the question. " * 9),
-        "experiments.editing.study.known_facts": facts(editing.Fact),
-        "experiments.editing.study.token_of": lambda _, word: len(word),
+        "experiments.editing.study.known_facts": facts("continent"),
+        "experiments.editing.lasting.load_model": loaded,
+        "experiments.editing.lasting.sample_text": always("to be or not to be. that is the question. " * 9),
+        "experiments.editing.lasting.known_facts": facts("continent"),
         "experiments.daa_evaluation.likelihood.load_model": lambda *_, **__: Loaded(language_model(), tokenizer),
         "experiments.daa_evaluation.likelihood._items": lambda: {"gsm8k": SUMS, "humaneval": PROGRAMS},
         "experiments.daa_evaluation.likelihood.shown": always("Q: How many?\nA: The answer is 2.\n\n"),
@@ -111,7 +112,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
         "experiments.evaluation.sources._lines": always([{"prompt": "?", "expected": "2", "upstream_answer": "2"}] * 3),
         "experiments.evaluation.sources.rows": lambda source: [QUESTIONS[source.partition(":")[0]]] * 3,
         "experiments.knowledge_ablation.ablate.load_model": lambda *_, **__: Loaded(loaded().model, Words()),
-        "experiments.knowledge_ablation.ablate.known_facts": facts(ablate.Fact),
+        "experiments.knowledge_ablation.ablate.known_facts": facts("capital"),
         "experiments.knowledge_ablation.ablate.token_of": lambda _, word: len(word),
         "experiments.knowledge_ablation.ablate.sample_text": always("to be or not to be that is the question"),
         "experiments.reader.bench.load_model": lambda *_, **__: Loaded(language_model(), tokenizer),
@@ -191,10 +192,10 @@ def judged_parts() -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", names())
-def test_a_study_in_miniature_is_summarised_and_judged(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "scale"), [*((name, "tiny") for name in names()), ("editing", "lasting")])
+def test_a_study_in_miniature_is_summarised_and_judged(name: str, scale: str, tmp_path: Path) -> None:
     experiment = find(name)
-    config = FEWER.get(name, lambda config: config)(experiment.miniature(experiment.recipes["tiny"]()))
+    config = FEWER.get(name, lambda config: config)(experiment.miniature(experiment.recipes[scale]()))
     assert run_miniature(experiment, tmp_path, config)
     results = tmp_path / "results"
     assert json.loads((results / "results.json").read_text())

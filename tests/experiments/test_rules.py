@@ -17,7 +17,8 @@ from experiments.daa_cost.summary import costs
 from experiments.daa_evaluation.recipe import judge as judge_evaluation
 from experiments.daa_evaluation.summary import values_of
 from experiments.editing.recipe import judge as judge_editing
-from experiments.editing.summary import UNSEEN, outcomes, table
+from experiments.editing.study import ARMS
+from experiments.editing.summary import lasted, outcomes, table
 from experiments.evaluation import command
 from experiments.evaluation.measure import Score
 from experiments.facts import summary as facts
@@ -156,10 +157,14 @@ def twins(*losses: float, half: float = 0.01, arms: Sequence[object] = ()) -> di
     return {"start": MATCHED, "differences": found, "arms": arms}
 
 
-def edits(changed: float, leaked: float, facts: str = UNSEEN) -> dict[str, object]:
-    shares = {"fact": changed, "leaked": leaked, "kept": 0.9, "paraphrases": 0.5}
-    quantities = {key: dict(zip(("mean", "low", "high"), around(x, 0.02), strict=True)) for key, x in shares.items()}
-    return {"outcomes": [{"facts": facts, "arm": "few entries, constraints", "count": 9, "quantities": quantities}]}
+def edits(changed: float, subject: float = 0.95, text: float = 0.0, width: float = 0.02) -> dict[str, object]:
+    shares = {"fact": changed, "paraphrases understood": 0.95, "same subject": subject, "same relation": 0.98}
+    quantities = {
+        name: dict(zip(("mean", "low", "high"), around(value, width), strict=True))
+        for name, value in {**shares, "text": text}.items()
+    }
+    one = {"arm": "guarded", "count": 9, "quantities": quantities, "relations": {"fact": {"capital": 1.0}}}
+    return {"outcomes": [one]}
 
 
 def plugged(*shares: float) -> dict[str, object]:
@@ -258,10 +263,14 @@ RULES = [
     (judge_twins, twins(0.0, 0.1, 0.0, 0.1), [NO], ""),
     (judge_twins, twins(0.0, 0.0, 0.0, 0.0, half=math.inf), [NO], ""),
     (judge_twins, twins(), [], ""),
-    (judge_editing, edits(0.95, 0.02), ["confirmed"], "of 9 facts"),
-    (judge_editing, edits(0.95, 0.04), [NO], ""),
-    (judge_editing, edits(0.91, 0.02), [NO], ""),
-    (judge_editing, edits(0.95, 0.02, "tuned"), [], ""),
+    (judge_editing, edits(0.98), ["confirmed"], "of 9 facts of 1 relations"),
+    (judge_editing, edits(0.94), [NO], ""),
+    (judge_editing, edits(0.98, width=0.2), [NO], ""),
+    (judge_editing, edits(0.98, text=0.02), [NO], ""),
+    (judge_editing, edits(0.98, 0.7), ["corrected"], ""),
+    (judge_editing, edits(0.98, 0.84), [NO], ""),
+    (judge_editing, edits(0.9, 0.7), [NO], ""),
+    (judge_editing, {"rows": []}, [], ""),
     (judge_reader, plugged(0.7, 0.5), ["confirmed"], "made up facts 70 % against 40 %"),
     (judge_reader, plugged(0.7, 0.3), [NO], ""),
     (judge_reader, plugged(0.3, 0.3), ["refuted"], ""),
@@ -307,32 +316,43 @@ def test_the_rule_of_an_experiment(judge, content, verdicts, said, tmp_path) -> 
     assert not said or any(said in one.sentence for one in found)
 
 
-def edited(subject, before, after, kept):
-    common = {"other_facts_kept": kept, "other_facts_leaked": [False], "text": 3.0}
-    return {
-        "fact": {"relation": "capital", "subject": subject},
-        "held_out": True,
-        "before": {"is_answer": before, "is_other": [False] * 3, **common, "other_facts_kept": [True]},
-        "arms": {"least change": {"is_answer": [False] * 3, "is_other": after, **common, "relative_change": 0.1}},
-    }
+def edited(subject, before, after, kept, relation="capital"):
+    common = {"is_other": [False] * 3, "relation_kept": [True], "relation_leaked": [False], "subject_facts": []}
+    state = {**common, "is_answer": before, "statements": {"a": 1, "b": 2}, "text": 3.0}
+    new = {**state, "is_other": after, "relation_kept": kept, "statements": {"a": 1, "b": 3}, "text": 3.5}
+    arms = {arm: {**new, "change": 0.1, "ok": True} for arm in ARMS}
+    return {"fact": {"relation": relation, "subject": subject}, "before": state, "arms": arms}
 
 
-def test_shares_are_of_prompts_and_of_those_that_the_model_understood():
+def test_shares_are_of_prompts_and_intervals_are_over_relations():
     runs = [
         edited("Norway", [True, True, False], [True, True, False], [True]),
         edited("Sweden", [True, False, False], [True, False, True], [False]),
+        edited("hot", [True, False, False], [False, False, False], [False], "opposite"),
     ]
-    before, after, *others = outcomes(runs)
-    assert {one.facts for one in others} == {UNSEEN}
-    assert (before.arm, after.arm, after.count) == ("before", "least change", 2)
+    before, after, *_ = outcomes(runs)
+    assert (before.arm, after.arm, after.count) == ("before", "guarded", 3)
     means = {name: value.mean for name, value in after.quantities.items()}
-    # Sweden has no paraphrase that the model understood: the mean is of Norway alone.
+    # Of Norway alone the model understood a paraphrase. A relation counts once, however many facts it has.
     assert means["paraphrases understood"] == 1
-    assert (means["fact"], means["paraphrases"], means["understood"], means["kept"]) == (1, 0.5, 0.25, 0.5)
+    assert (means["fact"], means["paraphrases"], means["understood"]) == (0.5, 0.25, 0.125)
+    assert (means["same relation"], means["same subject"], means["text"]) == (0.25, 0.5, 0.5)
+    assert after.relations["same relation"] == {"capital": 0.5, "opposite": 0.0}
+    assert after.quantities["same relation"].low < 0, "two relations say little"
+    assert "subject's facts" not in after.quantities
     assert "25 %" in table([before, after])
-    nothing = outcomes([edited("Sweden", [True, False, False], [True, False, True], [False])])
-    assert "paraphrases understood" not in nothing[1].quantities
-    assert "-" in table(nothing)
+
+
+def test_what_lasts_is_averaged_over_the_facts_of_a_seed():
+    def taught(seed, *said):
+        cases = [edited("Norway", [True, True], [True, now], [True])["arms"]["guarded"] for now in said]
+        before = {"cases": [{"is_answer": [True, True]}] * len(said), "text": 3.0}
+        return {"way": "edit", "before": before, "measured": [{"step": 0, "cases": cases, "text": 3.25 + seed}]}
+
+    rows = {row["quantity"]: row for row in lasted([taught(0, True, False), taught(1, True, True)])}
+    assert rows["paraphrases understood"]["by_seed"] == [0.5, 1.0]
+    assert (rows["paraphrases understood"]["mean"], rows["text"]["mean"]) == (0.75, 0.75)
+    assert {row["way"] for row in rows.values()} == {"edit"}
 
 
 def write_run(folder: Path, seed: int, said: str) -> None:
