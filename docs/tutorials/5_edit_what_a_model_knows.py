@@ -124,7 +124,8 @@ first = af.knowledge.edit(
 )
 print(first)
 
-assert first.report.ok
+# Nothing is wrong, but without a guard nothing beside the fact was measured.
+assert first.report.ok is None
 
 # %% [markdown]
 # ## 5. Check paraphrases and neighbours
