@@ -123,7 +123,7 @@ BUDGETS = {
     "tasks": 4_800,
     "testing": 530,
 }
-TESTS = 49_930
+TESTS = 49_950
 
 
 @pytest.mark.parametrize("room", ["_core", *ROOMS])

@@ -72,9 +72,8 @@ def edit(
     prompt about eight other subjects. They are found from a list of sentences and names that the package has
     (`guard_of`), and as many more are kept for the report. The first weigh little, the second much: on 9 facts of
     SmolLM2-135M that the method was tuned on, statements on the subject stay in 81 % instead of 56 %, other subjects in
-    100 % instead of 71 %, and the paraphrases that the model understood follow as before. On 20 other facts of ten
-    relations they do not: statements on the subject stay in 62 % instead of 51 %, other subjects in 98 % instead of
-    89 %, and 72 % of the paraphrases follow instead of 89 % (`experiments/editing`). Heavier guards cost more of them.
+    100 % instead of 71 %. On 20 other facts of ten relations these are 62 % instead of 51 %, and 98 % instead of 89 %;
+    understood paraphrases follow in 72 % instead of 89 % (`experiments/editing`), and heavier guards lose more of them.
 
     Args:
         model: converted by `from_ffn`, or a `Loaded` with such a model.
