@@ -37,7 +37,7 @@ MASKS = {
     "block_two_stream": lambda n: masks.block_two_stream(n // 32 + 1, 16),
     "block_diffusion": lambda n: masks.block_diffusion(n // 32, 16),
     "butterfly": lambda n: masks.butterfly((n + 2) // 3),
-    "multi_token_prediction": lambda n: masks.multi_token_prediction(n // 4, 4),
+    "look_ahead": lambda n: masks.look_ahead(n // 4, 4),
     "random": lambda n: random(n, 0.5),
     "random_sparse": lambda n: random(n, 2 / n),
     "random_8_keys": lambda n: random(n, 8 / n),
@@ -48,7 +48,7 @@ MASKS = {
 }
 LONG = 131_072  # where n^2 bits are 2 GB
 LONGEST = 1_048_576
-STREAMS = ("permutation_lm", "block_two_stream", "block_diffusion", "butterfly", "multi_token_prediction")
+STREAMS = ("permutation_lm", "block_two_stream", "block_diffusion", "butterfly", "look_ahead")
 TO_THE_LONGEST = ("causal", "sliding_window", "dilated_window", "document", *STREAMS)
 STACKS = {
     "window": lambda n: [masks.sliding_window(n, 512)] * 4,

@@ -175,7 +175,7 @@ def _cases():
         yield square(masks.butterfly(n), 3 * n - 2, butterfly_of(n))
     yield square(masks.butterfly(0), 0, lambda q, k: False)
     for n, h in ((0, 2), (1, 1), (1, 3), (4, 1), (4, 2), (3, 4)):
-        yield square(masks.multi_token_prediction(n, h), n * h, multi_token_of(n, h))
+        yield square(masks.look_ahead(n, h), n * h, multi_token_of(n, h))
 
 
 CASES = list(_cases())

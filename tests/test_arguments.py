@@ -16,10 +16,20 @@ from attnflow.masks.registry import named_masks
 from attnflow.tasks.derivation import named_families
 
 FAMILIES = {
-    "block_diffusion": {"tokens": [5, 6, 7, 8], "block": 2, "masked": [1, 3], "mask_token": 1},
+    "block_diffusion": {
+        "tokens": [5, 6, 7, 8],
+        "block": 2,
+        "masked": [2, 3],
+        "mask_token": 1,
+        "clean": "causal",
+        "noisy": "causal",
+        "next_token": True,
+        "prompt": 2,
+    },
     "block_two_stream": {"tokens": [5, 6, 7, 8], "block": 2, "predict_first": True, "mask_token": 1},
     "butterfly": {"tokens": [5, 6, 7, 8], "block": 2, "masked": [1, 3], "mask_token": 1},
     "causal_lm": {"tokens": [5, 6, 7]},
+    "look_ahead": {"tokens": [5, 6, 7, 8], "horizon": 2, "mask_token": 1, "chained": False},
     "masked_lm": {"tokens": [5, 6, 7], "masked": [1], "mask_token": 1},
     "multi_token_prediction": {"tokens": [5, 6, 7], "horizon": 2},
     "permutation_lm": {"tokens": [5, 6, 7], "permutation": [1, 2, 0], "mask_token": 1},
@@ -158,7 +168,7 @@ def test_parameters_are_plain():
 def test_no_arithmetic_in_the_callers_type():
     """300 positions do not fit in int8, nor the square of 50,000 in int32."""
     assert masks.longformer(np.int32(50_000), 64, [0]) == masks.longformer(50_000, 64, [0])
-    assert masks.multi_token_prediction(np.int8(100), np.int8(3)).num_queries == 300
+    assert masks.look_ahead(np.int8(100), np.int8(3)).num_queries == 300
     assert masks.causal(200).keys(np.int8(127)).tolist() == list(range(128))
     blocks = tasks.block_two_stream(list(range(300)), np.int8(100), mask_token=0)
     assert [task.size for task in blocks] == [200, 300]
@@ -179,7 +189,7 @@ LONG = {  # masks whose one size is n
     "num_blocks": lambda n: masks.block_two_stream(n, 1),
     "block_two_stream": lambda n: masks.block_two_stream(2, n),
     "block_diffusion": lambda n: masks.block_diffusion(2, n),
-    "multi_token_prediction": lambda n: masks.multi_token_prediction(2, n),
+    "look_ahead": lambda n: masks.look_ahead(2, n),
     "from_edges": lambda n: masks.from_edges([], n),
     "edges of keys": lambda n: masks.from_edges([], 1, n),
     "from_intervals": lambda n: masks.from_intervals([[]], n),

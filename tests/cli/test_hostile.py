@@ -36,7 +36,7 @@ LONG = {
     "halves": {"not": _named("document", lengths=[MANY // 2, MANY // 2], inner="full")},
     "edge": {"edges": [[0, 0]], "num_queries": MANY},
     "wide": {"intervals": [[[0, 1]]], "num_keys": MANY},
-    "streams": _named("multi_token_prediction", n=1 << 21, horizon=1 << 21),
+    "streams": _named("look_ahead", n=1 << 21, horizon=1 << 21),
 }
 SPECS = {
     **LONG,

@@ -59,7 +59,7 @@ PARAMETERS = [
     (lambda: masks.block_two_stream(2, 0), "block must be at least 1, got 0"),
     (lambda: masks.block_diffusion(0, 2), "num_blocks must be at least 1"),
     (lambda: masks.butterfly(-1), "n must be at least 0"),
-    (lambda: masks.multi_token_prediction(3, 0), "horizon must be at least 1, got 0"),
+    (lambda: masks.look_ahead(3, 0), "horizon must be at least 1, got 0"),
 ]
 RELATIONS = [
     (lambda: masks.from_dense(torch.ones(2) > 0), r"expected shape \[queries, keys\] or .*, got \(2,\)"),

@@ -56,7 +56,7 @@ def test_special_cases_are_one_another():
     assert masks.prefix_lm(6, 6) == masks.full(6) == masks.block_causal(6, 6) == masks.document([6], inner="full")
     assert masks.prefix_lm(6, 0) == masks.causal(6) == masks.tree([-1, 0, 1, 2, 3, 4])
     assert masks.attention_sink(6, 0, 3) == masks.sliding_window(6, 3) == masks.dilated_window(6, 3, 1)
-    assert masks.multi_token_prediction(6, 1) == masks.causal(6)
+    assert masks.look_ahead(6, 1) == masks.causal(6)
     assert masks.longformer(6, 2, []) == masks.sliding_window(6, 2, causal=False)
 
 

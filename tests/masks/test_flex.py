@@ -33,7 +33,7 @@ LARGER = [
     masks.permutation_lm([(7 * i) % 150 for i in range(150)]),
     masks.butterfly(90),
     masks.block_two_stream(9, 16, predict_first=True),
-    masks.multi_token_prediction(60, 4),
+    masks.look_ahead(60, 4),
     masks.causal(300).permute([(7 * i) % 300 for i in range(300)]),
     masks.full(130, 257)[3:, 5:].permute(range(126, -1, -1)),
 ]

@@ -24,7 +24,7 @@ KINDS = [
     masks.block_two_stream(9, 32),
     masks.block_diffusion(6, 50),
     masks.butterfly(200),
-    masks.multi_token_prediction(200, 3),
+    masks.look_ahead(200, 3),
     masks.from_edges([(q, k) for q in range(300) for k in range(q % 3, 300, 3)], 300),
 ]
 

@@ -198,7 +198,7 @@ FORTY_EIGHT = {
     "two streams": masks.block_two_stream(24, 1),
     "tree": masks.tree([-1, *((node - 1) // 2 for node in range(1, 48))]),
     "blocks": masks.block_diffusion(12, 2),
-    "of tokens ahead": masks.multi_token_prediction(12, 3),
+    "of tokens ahead": masks.look_ahead(12, 3),
 }
 
 

@@ -118,15 +118,15 @@ def butterfly(n: int) -> Mask:
 
 
 @mask(n="6", horizon="3")
-def multi_token_prediction(n: int, horizon: int) -> Mask:
-    """Look-ahead mask tokens after every position (MuToR, arXiv:2505.10518; Samragh et al., 2507.11851).
+def look_ahead(n: int, horizon: int) -> Mask:
+    """Look-ahead mask tokens after every position (Samragh et al., arXiv:2507.11851).
 
     The n content positions come first. Then content i has `horizon - 1` mask tokens d = 1..horizon-1, at position
     n + i * (horizon - 1) + d - 1; token d of i predicts i + d + 1. Content attends causally. Mask token d attends to
-    content k <= i and to the mask tokens 1..d of the same i. `horizon=1` is `causal(n)`. The variant without extra
-    tokens (Gloeckle et al., 2404.19737) is `af.tasks.multi_token_prediction`, whose mask is causal.
+    content k <= i and to the mask tokens 1..d of the same i. `horizon=1` is `causal(n)`. The family that it trains is
+    `af.tasks.look_ahead`. Predicting several tokens without extra ones (`af.tasks.multi_token_prediction`) is causal.
 
-    >>> multi_token_prediction(2, 2).dense().int().tolist()
+    >>> look_ahead(2, 2).dense().int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     """
     n, horizon = integer("n", n), integer("horizon", horizon, 1)
@@ -135,7 +135,7 @@ def multi_token_prediction(n: int, horizon: int) -> Mask:
     q, m = np.arange(n), np.arange(n * ahead)
     i = m // max(ahead, 1)
     rows = IntervalRows.of(size, size, (q, 0, q + 1), (n + m, 0, i + 1), (n + m, n + i * ahead, n + m + 1))
-    return Mask(rows, "multi_token_prediction", {"n": n, "horizon": horizon})
+    return Mask(rows, "look_ahead", {"n": n, "horizon": horizon})
 
 
 if not TYPE_CHECKING:

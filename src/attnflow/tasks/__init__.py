@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from attnflow._core.lazy import on_demand
 from attnflow.tasks.collation import Collator, loss
 from attnflow.tasks.embedding import average_embeddings
+from attnflow.tasks.extra_tokens import gist, look_ahead
 from attnflow.tasks.families import (
     block_diffusion,
     block_two_stream,
@@ -35,7 +36,9 @@ __all__ = [
     "causal_lm",
     "check",
     "generate_blocks",
+    "gist",
     "infill",
+    "look_ahead",
     "loss",
     "masked_lm",
     "merge",

@@ -23,8 +23,8 @@ from attnflow._core.checks import LARGEST_SIZE, boolean, index_array, integer
 from attnflow._core.plain import only_keys
 from attnflow.masks.batches import batch as masks_of
 from attnflow.masks.mask import Mask
+from attnflow.tasks.derivation import of_length_alone
 from attnflow.tasks.embedding import NO_ID, additive, averaging, id_table
-from attnflow.tasks.families import of_length_alone
 from attnflow.tasks.merging import merge
 from attnflow.tasks.rollout_groups import rollouts
 from attnflow.tasks.task import Task

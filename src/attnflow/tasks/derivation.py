@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 from attnflow import masks
@@ -13,6 +13,7 @@ from attnflow._core.markup import plural
 from attnflow._core.parameters import Named, named
 from attnflow.masks.mask import Mask
 from attnflow.tasks import families
+from attnflow.tasks.extra_tokens import look_ahead
 from attnflow.tasks.families import Family
 from attnflow.tasks.leaks import LeakReport, check
 from attnflow.tasks.merging import MergedTask, merge
@@ -20,9 +21,21 @@ from attnflow.tasks.merging import MergedTask, merge
 _SHOWN: Final = 8  # leaks and positions that a text names
 
 
+BY_LENGTH: Final[frozenset[Callable[..., Family]]] = frozenset({
+    families.causal_lm, families.multi_token_prediction, look_ahead, families.block_two_stream, families.butterfly,
+    families.masked_lm, families.permutation_lm, families.block_diffusion,
+})  # fmt: skip
+
+
+def of_length_alone(family_fn: Callable[..., object]) -> bool:
+    """Whether a family's tasks have one structure for all sequences of a length; random masks do not."""
+    random = isinstance(family_fn, partial) and isinstance(family_fn.keywords.get("masked"), str)
+    return not random and (family_fn.func if isinstance(family_fn, partial) else family_fn) in BY_LENGTH
+
+
 @cache
 def named_families() -> Mapping[str, Named[Family]]:
-    functions = sorted(families.BY_LENGTH, key=lambda function: function.__name__)
+    functions = sorted(BY_LENGTH, key=lambda function: function.__name__)
     return {function.__name__: named(function, leading=["tokens"]) for function in functions}
 
 
@@ -81,7 +94,10 @@ def _closed_form(family: str, n: int, values: Mapping[str, Any]) -> tuple[str | 
         return f"causal({n - 1})", masks.causal(n - 1)
     if family == "butterfly" and values["block"] is None:
         return f"butterfly({n}), eq. 58 corrected", masks.butterfly(n)
-    if family == "block_two_stream" or (family == "block_diffusion" and values["masked"] is None):
+    plain = {"masked": None, "clean": "block", "noisy": "block", "prompt": 0}
+    if family == "block_two_stream" or (
+        family == "block_diffusion" and all(values[name] == value for name, value in plain.items())
+    ):
         block, first = values["block"], bool(values.get("predict_first", True))
         call = f"block_two_stream({n // block}, {block}{', predict_first=True' if first else ''}), eq. 45"
         return call, masks.block_two_stream(n // block, block, first)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any, Final, Literal
 
@@ -23,6 +22,7 @@ from attnflow.tasks.tokens import Ragged, TokenSequence, TokenTable
 Family = tuple[Task, ...]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 Masked = Sequence[int] | Literal["random"] | None
+Stream = Literal["block", "causal"]
 _Read = Callable[[int, int], tuple[IntArray, Mask]]  # from the first and last place of a block to what it reads
 
 _MOST_POSITIONS: Final = 1 << 27  # of all subtasks of a family together: 1 GB
@@ -48,7 +48,7 @@ def multi_token_prediction(tokens: TokenIds, horizon: int) -> Family:
     >>> [label.data_index for label in multi_token_prediction([5, 6, 7, 8], horizon=2)[0].labels]
     [1, 2]
     """
-    data = _Data(tokens, minimum=2)
+    data = Data(tokens, minimum=2)
     n = data.size - 1
     horizon = min(integer("horizon", horizon, 1), n)
     place, ahead = np.arange(n), np.arange(1, horizon + 1)
@@ -81,7 +81,7 @@ def block_two_stream(
     >>> [task.size for task in block_two_stream([5, 6, 7, 8, 9, 9], 2, mask_token=0)]
     [4, 6]
     """
-    data = _Data(tokens, 1, True, mask_token)
+    data = Data(tokens, 1, True, mask_token)
     n = data.size
     block, predict_first = integer("block", block, 1), boolean("predict_first", predict_first)
     num_blocks = divides("the number of tokens", n, block)
@@ -90,7 +90,7 @@ def block_two_stream(
             f"block_two_stream needs at least 2 blocks, got {n} tokens in 1 block of {block}; "
             "pass more tokens, a smaller block, or predict_first=True"
         )
-    _fit(num_blocks, n * (num_blocks + 1) // 2)
+    fit(num_blocks, n * (num_blocks + 1) // 2)
     return _denoising(data, block, None, _blocks_before(n, block), start=0 if predict_first else block)
 
 
@@ -118,18 +118,18 @@ def butterfly(
     >>> [token.ids[0] for token in butterfly([5, 6, 7, 8], block=2, mask_token=0)[1].inputs]
     [5, 6, 0, 0]
     """
-    data = _Data(tokens, 2, block is not None, mask_token)
+    data = Data(tokens, 2, block is not None, mask_token)
     n = data.size
     if block is not None:
         block = integer("block", block, 1)
         if divides("the number of tokens", n, block) < 2:
             raise ValueError(f"butterfly needs at least 2 blocks, got {n} tokens in 1 block of {block}")
-        _fit(n // block, n // block * n)
+        fit(n // block, n // block * n)
         place = np.arange(n)
         return _denoising(data, block, masked, lambda first, last: (place, _towards(n, first, last)))
     if masked is not None:
         raise ValueError("masked needs block=...; without block, each token is predicted from all others")
-    _fit(n, n * n)
+    fit(n, n * n)
     place = np.arange(n)
     neighbours = Ragged.of([[j for j in (k - 1, k + 1) if 0 <= j < n] for k in range(n)])
     ids = [sorted(row) for row in Ragged(neighbours.indptr, data.ids[neighbours.values]).lists()]
@@ -146,9 +146,24 @@ def _blocks_before(n: int, block: int) -> _Read:
     return lambda _, last: (np.arange(last), beginning(rows, "block_causal", n=last, block=block))
 
 
-def _denoising(data: _Data, block: int, masked: Masked, read: _Read, start: int = 0) -> Family:
+def _streams(n: int, block: int, clean: Stream, noisy: Stream) -> _Read:
+    """Rows of a masked block behind clean ones; each reads everything before its end."""
+    place = np.arange(n)
+    ends = {"causal": place + 1, "block": (place // block + 1) * block}
+
+    def read(first: int, last: int) -> tuple[IntArray, Mask]:
+        own = ends["causal"][first:last] if noisy == "causal" else np.full(last - first, last)
+        rows = IntervalRows.build(place[:last], 0, np.append(ends[clean][:first], own), last, last)
+        return place[:last], Mask(
+            rows, "block_behind_clean", {"n": last, "first": first, "clean": clean, "noisy": noisy}
+        )
+
+    return read
+
+
+def _denoising(data: Data, block: int, masked: Masked, read: _Read, start: int = 0) -> Family:
     n = data.size
-    weights = _hidden(masked, n, block)
+    weights = _hidden(masked, n, block, start)
     noised = np.where(weights > 0, n, 0)
     tasks: list[Task] = []
     for first in range(start, n, block):
@@ -161,21 +176,23 @@ def _denoising(data: _Data, block: int, masked: Masked, read: _Read, start: int 
     return tuple(tasks)
 
 
-def masked_lm(tokens: TokenIds, masked: Sequence[int], mask_token: int | None = None) -> Family:
+def masked_lm(tokens: TokenIds, masked: Masked, mask_token: int | None = None) -> Family:
     """Predict hidden tokens from all others (BERT, arXiv:1810.04805): one task, full attention.
+
+    With `masked="random"` it is the loss of LLaDA (arXiv:2502.09992): each call hides m of n tokens, with m uniform in
+    1..n, and each label weighs 1/m. Unlike LLaDA, which hides each token by itself, the number of them is drawn.
 
     Args:
         tokens: token ids.
-        masked: places that hold [MASK] and carry the labels; at least one, each once.
+        masked: places that hold [MASK] and carry the labels, each once; None for all; or "random": anew in each call,
+            by torch's generator.
         mask_token: vocabulary id of [MASK]; required, since no id is free in every vocabulary.
 
     >>> [label.position for label in masked_lm([5, 6, 7], [1], mask_token=0)[0].labels]
     [1]
     """
-    data = _Data(tokens, 1, True, mask_token)
-    n = data.size
-    hidden = _places("masked", masked, n).tolist()
-    return _denoising(data, n, hidden, lambda _, last: (np.arange(last), full(last)))
+    data = Data(tokens, 1, True, mask_token)
+    return _denoising(data, data.size, masked, lambda _, last: (np.arange(last), full(last)))
 
 
 def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int | None = None) -> Family:
@@ -187,10 +204,10 @@ def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int
     >>> [task.labels[0].data_index for task in permutation_lm([5, 6, 7], [2, 0, 1], mask_token=0)]
     [2, 0, 1]
     """
-    data = _Data(tokens, 1, True, mask_token)
+    data = Data(tokens, 1, True, mask_token)
     n = data.size
     order = permuted("permutation", permutation, n)
-    _fit(n, n * (n + 1) // 2)
+    fit(n, n * (n + 1) // 2)
     tasks: list[Task] = []
     for t in range(n):
         steps = np.argsort(order[: t + 1])  # the steps 0..t by place, so that inputs stand in reading order
@@ -201,7 +218,17 @@ def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int
     return tuple(tasks)
 
 
-def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_token: int | None = None) -> Family:
+def block_diffusion(
+    tokens: TokenIds,
+    block: int,
+    masked: Masked = None,
+    mask_token: int | None = None,
+    *,
+    clean: Stream = "block",
+    noisy: Stream = "block",
+    next_token: bool = False,
+    prompt: int = 0,
+) -> Family:
     """Denoise block by block (BD3-LM, arXiv:2503.09573): tau_b reads clean blocks 0..b-1 and block b, partly masked.
 
     The labels are the masked tokens of block b; a block without masked tokens makes no task. Merged, it is
@@ -211,33 +238,38 @@ def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_to
     weighs 1/m. The summed loss of a block is then, in expectation, at least -log p(block) / block in any order of
     decoding (arXiv:2110.02037, eq. 5), such as that of `af.tasks.generate_blocks` with `per_pass`.
 
+    With `clean="causal"` the clean stream is that of a causal model, as where one is trained further: SBD
+    (arXiv:2509.04185), TiDAR (arXiv:2511.08923) and I-DLM, whose blocks are causal, too (`noisy="causal"`). They also
+    keep the causal model's own task (`next_token=True`). DiffusionGemma is `clean="causal"` behind a prompt.
+
     Args:
-        tokens: token ids, a whole number of blocks.
+        tokens: token ids, after `prompt` a whole number of blocks.
         block: tokens per block.
         masked: places that hold [MASK]; by default all, which is `block_two_stream(..., predict_first=True)`; or
             "random": anew in each call, by torch's generator (a worker of a DataLoader has its own).
         mask_token: vocabulary id of [MASK]; required, since no id is free in every vocabulary.
+        clean: what clean tokens read: their blocks and those before ("block"), or the tokens before them ("causal").
+        noisy: the same inside a masked block, which in both cases reads all clean tokens before it.
+        next_token: add the tasks of `causal_lm`; only with `clean="causal"`, since they would leak inside a block.
+        prompt: tokens at the start that are never masked; with `clean="block"`, a whole number of blocks.
 
     >>> [task.size for task in block_diffusion([5, 6, 7, 8], 2, masked=[3], mask_token=0)]
     [4]
     """
-    data = _Data(tokens, 1, True, mask_token)
+    data = Data(tokens, 1, True, mask_token)
     n = data.size
-    block = integer("block", block, 1)
-    num_blocks = divides("the number of tokens", n, block)
-    _fit(num_blocks, n * (num_blocks + 1) // 2)
-    return _denoising(data, block, masked, _blocks_before(n, block))
-
-
-BY_LENGTH: Final[frozenset[Callable[..., Family]]] = frozenset(
-    {causal_lm, multi_token_prediction, block_two_stream, butterfly, masked_lm, permutation_lm, block_diffusion}
-)
-
-
-def of_length_alone(family_fn: Callable[..., object]) -> bool:
-    """Whether a family's tasks have one structure for all sequences of a length; random masks do not."""
-    random = isinstance(family_fn, partial) and isinstance(family_fn.keywords.get("masked"), str)
-    return not random and (family_fn.func if isinstance(family_fn, partial) else family_fn) in BY_LENGTH
+    block, prompt = integer("block", block, 1), integer("prompt", prompt, 0, n)
+    for name, stream in (("clean", clean), ("noisy", noisy)):
+        if stream not in ("block", "causal"):
+            raise ValueError(f'{name} must be "block" or "causal", got {stream!r}')
+    if boolean("next_token", next_token) and clean != "causal":
+        raise ValueError('next_token needs clean="causal": inside a clean block, each token would read its label')
+    num_blocks = divides("the number of tokens" + " after the prompt" * (prompt > 0), n - prompt, block)
+    if clean == "block":
+        divides("the length of the prompt", prompt, block)
+    fit(num_blocks, n * (num_blocks + 1) // 2)
+    read = _blocks_before(n, block) if clean == noisy == "block" else _streams(n, block, clean, noisy)
+    return (*(causal_lm(data.ids) if next_token else ()), *_denoising(data, block, masked, read, prompt))
 
 
 def butterfly_as_printed(n: int) -> Mask:
@@ -259,7 +291,7 @@ def butterfly_as_printed(n: int) -> Mask:
     return Mask(IntervalRows.of(length, length, *streams, *centres), "butterfly_as_printed", {"n": n})
 
 
-class _Data:
+class Data:
     """A sample: token i of `table` is data token i at place i; where `masks`, token n + i is [MASK] there."""
 
     def __init__(self, tokens: TokenIds, minimum: int, masks: bool = False, mask_token: int | None = None) -> None:
@@ -298,7 +330,7 @@ def mask_id(mask_token: int | None) -> int:
     return integer("mask_token", mask_token)
 
 
-def _fit(subtasks: int, positions: int) -> None:
+def fit(subtasks: int, positions: int) -> None:
     if positions > _MOST_POSITIONS:
         raise ValueError(
             f"the family has {subtasks:,} subtasks with {positions:,} positions ({8 * positions / 1e9:,.1f} GB); "
@@ -306,7 +338,7 @@ def _fit(subtasks: int, positions: int) -> None:
         )
 
 
-def _hidden(masked: Masked, n: int, block: int) -> npt.NDArray[np.float64]:
+def _hidden(masked: Masked, n: int, block: int, start: int = 0) -> npt.NDArray[np.float64]:
     """The weight of each place: 0 if not masked, 1 if masked, 1 / m where m places of its block were drawn."""
     if masked is None:
         return np.ones(n)
@@ -316,7 +348,7 @@ def _hidden(masked: Masked, n: int, block: int) -> npt.NDArray[np.float64]:
         return weights
     if masked != "random":
         raise ValueError(f'masked must be places, None for all of them, or "random", got {masked!r}')
-    for first in range(0, n, block):
+    for first in range(start, n, block):
         count = int(torch.randint(1, block + 1, ()))
         weights[first + torch.randperm(block)[:count].numpy()] = 1 / count
     return weights
