@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit import rounding
+from attnflow.audit.choices import separated
 from attnflow.audit.fields import Fields
 from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Variation
@@ -149,8 +150,15 @@ class Prober:
         place = kind, event.layer, event.blame, source, target, change, source_row, row, self.runner.path
         tokens = self._ids(self.runner.inputs.base, source_row), self._ids(call, source_row)
         if before.numel() > 1 or not tokens[0]:
-            return Violation(*place, hit.moved.confirmed)
-        return Violation(*place, hit.moved.confirmed, tokens, (float(before), float(now)))
+            found = Violation(*place, hit.moved.confirmed)
+        else:
+            found = Violation(*place, hit.moved.confirmed, tokens, (float(before), float(now)))
+        calls = self.runner.inputs.base, call
+        through, vote = separated(
+            lambda changed: self._vector(calls[changed], event.key, row, target)[1],
+            lambda vector: _distance(vector, before) > floor,
+        )
+        return replace(found, through=through, vote=vote)
 
     def padding_read(self) -> list[Violation]:
         violations: list[Violation] = []
@@ -331,13 +339,20 @@ class Prober:
         selected = torch.zeros_like(hit.selected)
         for b, j in pairs:
             selected[b, j] = True
-        key = hit.moved.event.key
         call = self.runner.inputs.changed(selected, hit.drawn)
+        before, now = self._vector(call, hit.moved.event.key, row, target)
+        return call, _distance(now, before), before, now
+
+    def _vector(self, call: Variation, key: Key, row: int, target: int) -> tuple[Tensor, Tensor]:
+        """The target's vector in the base pass, and in the pass of a call."""
         after = self.runner.record(call)
         place = row, target - self.base[key].offset
         before = self.base[key].values[place]
-        now = after[key].values[place] if key in after else before
-        return call, float(rounding.row_change(now[None, None], before[None, None])), before, now
+        return before, after[key].values[place] if key in after else before
+
+
+def _distance(now: Tensor, before: Tensor) -> float:
+    return float(rounding.row_change(now[None, None], before[None, None]))
 
 
 def _within(moved: Moved, rows: Tensor) -> Moved:

@@ -9,6 +9,7 @@ from typing import Literal
 from attnflow._core.errors import LeakFound
 from attnflow._core.markup import aligned, plural
 from attnflow._core.results import Result
+from attnflow.audit.choices import Through
 
 _AROUND = 4  # ids shown on each side of those that differ
 _SHOWN = 215  # characters: pytest cuts a message at 240, the last line included
@@ -55,6 +56,9 @@ class Violation:
         tokens: the two sequences of ids that show the violation, if the target is one number (a score).
         values: the target's value in each of them.
         why: what disagrees with a request, or which other input is read, in words.
+        through: "choices" if the target moves only with what the model chooses (a top-k, a comparison), "values" if it
+            also moves with these choices held, "values and choices" if either moves it alone; "" if no choice differs.
+        vote: the first choice that moves the target alone: its operator, and the file and line that called it.
     """
 
     kind: Kind
@@ -70,6 +74,8 @@ class Violation:
     tokens: tuple[tuple[int, ...], ...] = ()
     values: tuple[float, ...] = ()
     why: str = ""
+    through: Through = ""
+    vote: str = ""
 
     def __str__(self) -> str:
         if self.kind == "missing":
@@ -86,7 +92,8 @@ class Violation:
         row = f" of row {self.target_row}" if self.kind == "batch" else ""
         cause = "" if self.source is None else f" with position {self.source}{rows}"
         cause = f"{cause} of {self.why}" if cause and self.why else cause or (self.why and f" with {self.why}")
-        return f"{self.kind}: {where}: position {self.target}{row} moves{cause} by {self.change:.3g} [{self.path}]"
+        way = f" through {self.through}" * (self.through != "") + f": {self.vote}" * (self.vote != "")
+        return f"{self.kind}: {where}: position {self.target}{row} moves{cause} by {self.change:.3g}{way} [{self.path}]"
 
     def shown(self) -> list[str]:
         """The two contexts and the numbers, one line each; none unless the target is one number."""
