@@ -95,6 +95,18 @@ class Capacity(nn.Module):
         return x + (mine & (seen <= 5))[..., None] * self.expert(x)
 
 
+class Depths(nn.Module):
+    """A mixture of depths: a layer counts for half of the tokens (arXiv:2404.02258)."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.inner = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        taken = self.router(x).topk(x.shape[1] // 2, 1).indices
+        return x + torch.zeros((*x.shape[:2], 1)).scatter(1, taken, 1.0) * self.inner(x)
+
+
 class Model(nn.Module):
     def __init__(self, layer):
         super().__init__()
@@ -113,6 +125,7 @@ LAYERS = {  # what is built, through what it leaks, and the operator that votes
     "threshold of all": (lambda: Sparse(_threshold), "choices", "gt"),
     "threshold of its own": (lambda: Sparse(_own_threshold), None, ""),
     "expert choice": (ExpertChoice, "choices", "topk"),
+    "depths": (Depths, "choices", "topk"),
     "first tokens kept": (lambda: Capacity(keep_last=False), None, ""),
     "last tokens kept": (lambda: Capacity(keep_last=True), "choices", "argmax"),
     "values": (lambda: Sparse(_dense, leak=0.1), "", ""),
@@ -125,7 +138,7 @@ def test_the_way_of_a_leak(name):
     make, through, operator = LAYERS[name]
     torch.manual_seed(1)
     model = Model(make())
-    report = af.audit.check(model, torch.randint(0, 32, (1, N)), order=af.masks.causal(N))
+    report = af.audit.check(model, torch.randint(0, 32, (1, N)), order=af.masks.causal(N), passes=N)
     assert report.ok == (through is None)
     for violation in report.violations[:1]:
         assert violation.through == through
