@@ -154,7 +154,7 @@ MERGING = [
     (lambda: tasks.merge([]), "at least one task, got none"),
     (lambda: tasks.merge(CAUSAL[0]), r"pass \[task\]"),
     (lambda: tasks.merge([DATA]), "a family is a sequence of Task, got list"),
-    (lambda: tasks.merge([CAUSAL[0], TWINS]), r"task 1 .* position 2 reads .* \[0, 1\].*key_bias=True.*provenance"),
+    (lambda: tasks.merge([CAUSAL[0], TWINS]), r"position 2 of task 1 reads .*\[0, 1\].*key_bias=True.*provenance"),
     (lambda: tasks.merge([UNEQUAL]), r"task 0 has a mask per layer \(2\), and they differ: merge tasks with one mask"),
     (lambda: tasks.merge([LAYERED, CAUSAL[0]]), "task 1 is for any number of layers, but task 0 for 2"),
     (lambda: tasks.merge(CAUSAL, key_bias=2), "key_bias must be"),

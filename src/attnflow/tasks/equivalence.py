@@ -2,8 +2,8 @@
 
 A position starts with the colour of its input (ids, position, provenance). Each round hashes its colour with the sum of
 the hashes of the colours that its row reads, a prefix sum over interval rows, O(n), until no colour splits any more:
-two rounds and a last one to see it where masks are dense, more where differences travel through windows. A collision
-costs a second try, never a wrong answer. docs/maths.md proves that no merged task can have fewer positions.
+two rounds and a last one to see it where masks are dense, more where differences travel through windows. docs/maths.md
+proves that no merged task can have fewer positions. A collision costs a second try, never a wrong merge.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def repeated(
     """The keys (query, key, how many) that stand for several positions of a row; None unless the classes are stable.
 
     They are if all positions of a class have its input and read equally many positions of each class: then they compute
-    the same in every layer (docs/maths.md). Cost: O(intervals), and O(pairs) of the rows that read a class repeatedly.
+    the same in every layer (docs/maths.md). Cost: O(intervals), and O(pairs) of the rows and keys that repeat.
     """
     token, several = np.full(merged.num_rows, -1), [np.zeros((0, 3), np.int64)]
     for task, numbers, position, rows in zip(layout.tasks, layout.inputs, classes, images, strict=True):
@@ -111,7 +111,9 @@ def repeated(
             return None
         twice = np.flatnonzero(rows.counts() < task.mask.row_counts())
         if len(twice):
-            owner, key = task.mask.intervals().take(twice).expand()
+            again = np.bincount(position)[position] > 1
+            rows = IntervalRows.from_bool(again[None]).take(np.zeros_like(twice))
+            owner, key = task.mask.intervals().take(twice).intersection(rows).expand()
             pairs, many = np.unique(owner * len(token) + position[key], return_counts=True)
             query, key = np.divmod(pairs[many > 1], len(token))
             several.append(np.stack([position[twice[query]], key, many[many > 1]], axis=1))

@@ -22,7 +22,7 @@ from attnflow.tasks.task import LabelTable, Task
 from attnflow.tasks.tokens import TokenSequence, numbered
 
 
-def _none() -> IntArray:
+def _no_keys() -> IntArray:
     return np.zeros((0, 3), np.int64)
 
 
@@ -35,9 +35,8 @@ class MergedTask:
         positions: for each subtask, an int64 array with the merged position that computes each of its positions.
         node: the merged node (class of mutually reachable positions) of each merged position, int64.
         lower_bound: the least number of nodes that any merged task of the family can have.
-        is_minimal: whether no merged task with fewer nodes exists. Proved unless a row reads several positions that
-            compute the same (docs/maths.md). Then with `key_bias` it is proved for attention that counts what it reads
-            (softmax with a sink); without, a search decides, and False means that it ended without a proof.
+        is_minimal: whether it is proved that no merged task with fewer nodes serves every model. It is (docs/maths.md),
+            unless copies had to be searched for: then False means that the search ended without a proof.
         multiplicity: keys that stand for several positions of a row, int64[keys, 3]: (query, key, how many). Empty
             unless `merge` was called with `key_bias`.
     """
@@ -47,7 +46,7 @@ class MergedTask:
     node: IntArray
     lower_bound: int
     is_minimal: bool
-    multiplicity: IntArray = field(default_factory=_none)
+    multiplicity: IntArray = field(default_factory=_no_keys)
 
     def log_multiplicity(self) -> Float[Tensor, "n n"]:
         """What to add to each score [query, key], float64: the logarithm of how many positions the key stands for."""
@@ -90,8 +89,9 @@ class MergedTask:
         """Find which nodes of a family the merged task holds, optionally under your own mask (def. 3.6).
 
         For dense tasks a sparse mask counts by its closure. If a task is not dense, its positions count one by one, and
-        the mask as it is: a position is held if one of the merged task computes the same. An empty family raises
-        `ValueError`. Cost: dense tasks are visited node by node, which takes seconds for 40,000 positions in all.
+        the mask as it is: a position is held if one of the merged task computes the same (64-bit hashes agree). An
+        empty family raises `ValueError`. Cost: dense tasks are visited node by node, which takes seconds for 40,000
+        positions in all.
 
         >>> import attnflow as af
         >>> family = af.tasks.butterfly([5, 6, 7])
@@ -168,9 +168,9 @@ def merge(family: Sequence[Task], key_bias: bool = False) -> MergedTask:
         ValueError: the family is empty; masks differ between layers; without `key_bias`, a row of a family that is not
             dense reads several positions that compute the same, or the search for copies takes too much work.
 
-    Cost: O(positions + intervals) for each layer that differences take to spread: three under dense masks, at most the
-    depth under sparse ones. Prefixes of other subtasks cost nothing. A tree of 65,000 positions takes a second. The
-    search for copies is for a few hundred nodes.
+    Cost: O(positions + intervals) for each layer that differences take to spread: three where inputs differ and masks
+    are dense, more where differences travel through windows. Prefixes of other subtasks cost nothing. A tree of 65,000
+    positions takes a second. The search for copies is for a few hundred nodes.
 
     >>> import attnflow as af
     >>> merged = af.tasks.merge(af.tasks.butterfly([5, 6, 7]))
@@ -195,7 +195,7 @@ def merge(family: Sequence[Task], key_bias: bool = False) -> MergedTask:
         (place, node, token, mask), several = _by_colour(layout, classes)
     elif all(layout.dense):
         (place, node, token, mask), proof = _by_search(layout)
-        several = _none()
+        several = _no_keys()
     else:
         raise _repeats(numbers, layout, classes[0], several[0])
     positions = [place[of][: task.size] for task, of in zip(tasks, within, strict=True)]
@@ -222,7 +222,7 @@ def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> LabelTable:
 
 def embedding(task: Task, family: Sequence[Task], multiplicity: IntArray | None = None) -> Embedding:
     tasks, _ = _family(family)
-    dense = all(_dense(tasks))
+    dense = all(_dense(tasks)) and (multiplicity is None or not len(multiplicity))
     every = [*tasks, task.densified() if dense else task]
     _, inputs = numbered([each.sequence for each in every])
     if dense:
@@ -282,9 +282,9 @@ def _repeats(numbers: Sequence[int], layout: TasksLayout, classes: Sequence[IntA
     position = int(np.flatnonzero(classes[task] == query)[0])
     keys = [place for place in layout.tasks[task].mask.keys(position).tolist() if classes[task][place] == key]
     return ValueError(
-        f"task {numbers[task]} is not dense, and its position {position} reads positions that compute the same, "
-        f"{preview(keys)}: one key under a mask counts once. Pass key_bias=True, which adds the logarithm of their "
-        "number to the score, or keep them apart by a provenance of their own"
+        f"the family is not dense, and position {position} of task {numbers[task]} reads positions that compute the "
+        f"same, {preview(keys)}: one key under a mask counts once. Pass key_bias=True, which adds the logarithm of "
+        "their number to the score, or keep them apart by a provenance of their own"
     )
 
 
