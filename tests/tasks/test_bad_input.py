@@ -22,6 +22,9 @@ SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "nu
 WINDOW = Task(DATA[:3], [], masks.sliding_window(3, 2))
 BLIND = Task(DATA[:3], [Label(1, DATA[3])], masks.from_edges([(1, 0), (2, 0)], 3))
 LAYERED = Task(DATA[:3], [], [masks.causal(3)] * 2)
+UNEQUAL = Task(DATA[:3], [], [masks.causal(3), masks.full(3)])
+PAIRS = [(0, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 2), (3, 3)]
+TWINS = Task([Token(5, 0, ())] * 2 + DATA[1:3], [], masks.from_edges(PAIRS, 4))
 
 
 def llama(attention: str = "sdpa", **options: object) -> LlamaForCausalLM:
@@ -151,12 +154,12 @@ MERGING = [
     (lambda: tasks.merge([]), "at least one task, got none"),
     (lambda: tasks.merge(CAUSAL[0]), r"pass \[task\]"),
     (lambda: tasks.merge([DATA]), "a family is a sequence of Task, got list"),
-    (lambda: tasks.merge([CAUSAL[0], WINDOW]), r"task 1 is not dense.*\[task.densified\(\) for task in"),
-    (lambda: tasks.merge([BLIND]), r"task 0 some position does not attend to itself.*Use task\.densified\(\)"),
-    (lambda: tasks.merge([LAYERED]), r"task 0 has a mask per layer \(2\), .* merge tasks with one mask"),
+    (lambda: tasks.merge([CAUSAL[0], TWINS]), r"position 2 of task 1 reads .*\[0, 1\].*key_bias=True.*provenance"),
+    (lambda: tasks.merge([UNEQUAL]), r"task 0 has a mask per layer \(2\), and they differ: merge tasks with one mask"),
+    (lambda: tasks.merge([LAYERED, CAUSAL[0]]), "task 1 is for any number of layers, but task 0 for 2"),
+    (lambda: tasks.merge(CAUSAL, key_bias=2), "key_bias must be"),
     (lambda: tasks.merge(CAUSAL).embeds([]), "at least one task, got none"),
-    (lambda: tasks.merge(CAUSAL).embeds([WINDOW]), "task 0 is not dense"),
-    (lambda: tasks.merge(CAUSAL).embeds([LAYERED]), "task 0 has a mask per layer"),
+    (lambda: tasks.merge(CAUSAL).embeds([UNEQUAL]), "task 0 has a mask per layer"),
     (lambda: verify(CAUSAL[1:], merged=tasks.merge(CAUSAL)), r"pass af\.tasks\.merge"),
     (lambda: verify(CAUSAL, llama().requires_grad_(False)), "pass gradients=False"),
     (lambda: verify(CAUSAL, llama(vocab_size=8)), "below the 8 entries of the embedding, got 15"),
@@ -240,7 +243,9 @@ def test_the_advice_of_an_error_helps():
     assert Collator(by_value, by_length=False)([[6, 5, 7, 8]])["input_ids"].tolist() == [[6]]
     assert tasks.check(tasks.merge(tasks.block_two_stream(IDS, 6, predict_first=True, mask_token=0))).ok
     assert all(tasks.check(task).ok for task in CAUSAL)
-    assert tasks.check(tasks.merge([WINDOW.densified(), BLIND.densified()])).ok
+    assert tasks.merge([TWINS], key_bias=True).multiplicity.tolist() == [[1, 0, 2]]
+    apart = Task([Token(5, 0, (i,)) for i in (7, 8)] + DATA[1:3], [], TWINS.mask)
+    assert tasks.merge([apart]).task == apart
 
     assert verify(CAUSAL, llama().requires_grad_(False), gradients=False).ok
     flex = llama("flex_attention")

@@ -11,6 +11,7 @@ from attnflow.tasks import Label, Task, Token
 from attnflow.tasks import posets as module
 from attnflow.tasks.posets import Work
 from attnflow.tasks.posets import isomorphic as isomorphism
+from tests.models import tiny
 
 
 @st.composite
@@ -82,6 +83,15 @@ def test_tasks_over_strongly_regular_graphs_merge():
     merged = af.tasks.merge([one, other])
     assert merged.task.size > 65  # their tops are not equivalent
     assert merged.embeds([one, other]).ok
+
+
+def test_values_do_not_see_what_isomorphism_sees():
+    """With a bias the same two tasks are a vertex, an edge and a top: a Transformer only counts what it reads."""
+    family = [incidence_task(True), incidence_task(False)]
+    merged = af.tasks.merge(family, key_bias=True)
+    assert merged.multiplicity.tolist() == [[1, 0, 2], [2, 0, 16], [2, 1, 48]]
+    result = af.tasks.verify(family, merged, tiny("Llama"))
+    assert max(result.output_difference, result.gradient_difference) < 1e-12
 
 
 def test_work_is_bounded(monkeypatch):

@@ -162,7 +162,7 @@ def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
     if pairs.shape[-2:] != (n, n) or pairs.shape[0] not in (1, batch):
         raise ValueError(f"attention_mask must be [{batch}, heads, {n}, {n}], got {list(pairs.shape)}")
     zero_one = not pairs.is_floating_point() or bool(((pairs == 0) | (pairs == 1)).all() and (pairs == 1).any())
-    allow = pairs != 0 if zero_one else pairs == 0
+    allow = pairs != 0 if zero_one else pairs >= 0  # above 0 it is a bias, as of keys that stand for several
     return allow.any(1) if allow.ndim == 4 else allow
 
 

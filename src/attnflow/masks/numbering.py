@@ -174,12 +174,13 @@ def differing(a: Numbered, b: Numbered) -> IntArray:
 
 
 def pieces_of(rows: IntervalRows, new_key: IntArray | None, limit: int) -> Pieces | None:
-    """Disjoint (row, start, end), unordered, with key k renumbered `new_key[k]`; None if over `limit`."""
+    """(row, start, end), unordered, with key k renumbered `new_key[k]`, disjoint if distinct; None if over `limit`."""
     row, starts, ends = rows.row_index(), rows.starts.astype(np.int64), rows.ends.astype(np.int64)
     if new_key is None or not len(starts):
         return row, starts, ends
-    # Neighbouring keys whose numbers go up, or down, by one are a run; an interval becomes the parts of its runs.
-    first = np.concatenate([[0], np.flatnonzero(np.abs(np.diff(new_key)) != 1) + 1])
+    # Neighbouring keys whose numbers go up, or all down, by one are a run; an interval becomes the parts of its runs.
+    step = np.diff(new_key, prepend=new_key[:1])
+    first = np.flatnonzero((np.abs(step) != 1) | (step * np.roll(step, 1) == -1))
     run = np.searchsorted(first, np.stack([starts, ends - 1]), side="right") - 1
     count = run[1] - run[0] + 1
     total = int(count.sum())

@@ -58,11 +58,16 @@ class _Template:
     position_ids: Tensor  # [n]
     labels: Tensor  # [n, rows, labels]
     mask: Mask
+    bias: Tensor  # [n, n] of the scores, or empty
 
     @classmethod
-    def of(cls, tasks: Tasks) -> _Template:
-        task = tasks if isinstance(tasks, Task) else merge(tasks).task
-        return cls(id_table(task), task.position_ids, _packed(task), task.mask)
+    def of(cls, tasks: Tasks, masks: str) -> _Template:
+        task, bias = tasks, torch.zeros(0, 0)
+        if not isinstance(task, Task):
+            merged = merge(task, key_bias=masks == "dense")
+            task = merged.task
+            bias = merged.log_multiplicity() if len(merged.multiplicity) else bias
+        return cls(id_table(task), task.position_ids, _packed(task), task.mask, bias)
 
     def filled(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         ids, targets = (
@@ -77,6 +82,7 @@ class _Template:
     def says(self, other: _Template, tokens: Sequence[int]) -> bool:
         data = torch.tensor([*tokens, 0])
         pairs = [*zip(self.filled(data), other.filled(data), strict=True), (self.position_ids, other.position_ids)]
+        pairs.append((self.bias, other.bias))
         return all(torch.equal(mine, others) for mine, others in pairs) and self.mask == other.mask
 
 
@@ -87,7 +93,8 @@ class Collator:
     - `input_ids` int64 [batch, n]; with averaged tokens [batch, n, width], filled up with -100; the model
       then needs `af.tasks.average_embeddings(model)`;
     - `attention_mask` in the form that `masks` names. "dense" is additive, [batch, 1, n, n] of `dtype`; any model takes
-      it. "intervals" is int32 [batch, 1, rows, n], the row intervals of `af.masks.batch`, for a model under
+      it, and where a key stands for several positions (`merge`, `key_bias`) the logarithm of their number is added.
+      "intervals" is int32 [batch, 1, rows, n], the row intervals of `af.masks.batch`, for a model under
       `af.masks.attach(model, "batch")` with any backend;
     - `position_ids` int64 [batch, n];
     - `labels` for `af.tasks.loss`, which takes several weighted labels per position and shifts nothing.
@@ -153,7 +160,7 @@ class Collator:
         for number, feature in enumerate(features):
             try:
                 if self._of_groups:
-                    tokens, template = [], _Template.of(self.tasks_of(feature))
+                    tokens, template = [], _Template.of(self.tasks_of(feature), self.masks)
                 else:
                     tokens = _tokens(feature)
                     template = self._template(tokens)
@@ -178,10 +185,11 @@ class Collator:
 
     def _template(self, tokens: list[int]) -> _Template:
         if not self.by_length:
-            return _Template.of(self.family_fn(tokens))
+            return _Template.of(self.family_fn(tokens), self.masks)
         if len(tokens) not in self._templates:
-            template = _Template.of(self.family_fn([_UnknownId(_UNKNOWN + index) for index in range(len(tokens))]))
-            if self._test_first and not template.says(_Template.of(self.family_fn(tokens)), tokens):
+            unknown = [_UnknownId(_UNKNOWN + index) for index in range(len(tokens))]
+            template = _Template.of(self.family_fn(unknown), self.masks)
+            if self._test_first and not template.says(_Template.of(self.family_fn(tokens), self.masks), tokens):
                 raise ValueError("family_fn's tasks depend on the tokens, not on their number: use by_length=False")
             self._templates[len(tokens)] = template
         return self._templates[len(tokens)]
@@ -203,16 +211,17 @@ class Collator:
         most = max(own.shape[2] for _, _, own in samples)
         labels = torch.full((batch, n, _ROWS, 1 + most), NO_ID, dtype=torch.int64)
         grid = masks_of([template.mask for template, _, _ in samples], n)  # padding attends to itself
+        mask = additive(grid.dense(), self.dtype) if self.masks == "dense" else grid.row_intervals(self.min_width)
         for row, (template, ids, own) in enumerate(samples):
             size = len(ids)
             labels[row, :size, :, 1 : 1 + own.shape[2]] = own
             input_ids[row, :size, : ids.shape[1]] = ids
             position_ids[row, :size] = template.position_ids
+            if len(template.bias):
+                mask[row, :, :size, :size] += template.bias.to(self.dtype)
         return {
             "input_ids": input_ids.squeeze(-1) if width == 1 else input_ids,
-            "attention_mask": (
-                additive(grid.dense(), self.dtype) if self.masks == "dense" else grid.row_intervals(self.min_width)
-            ),
+            "attention_mask": mask,
             "position_ids": position_ids,
             "labels": labels,
         }

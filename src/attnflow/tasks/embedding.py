@@ -46,15 +46,20 @@ def additive(allow: Bool[Tensor, "*batch q k"], dtype: torch.dtype) -> Float[Ten
     return torch.zeros(allow.shape, dtype=dtype, device=allow.device).masked_fill_(~allow, torch.finfo(dtype).min)
 
 
-def run(subject: Subject, task: Task) -> Float[Tensor, "n vocabulary"]:
-    """The logits of a model on a task, from embeddings, position ids and a 4D additive mask, without a cache."""
+def run(subject: Subject, task: Task, bias: Float[Tensor, "n n"] | None = None) -> Float[Tensor, "n vocabulary"]:
+    """The logits of a model on a task, from embeddings, position ids and a 4D additive mask, without a cache.
+
+    A bias is added to the scores of all layers and heads.
+    """
     embedding = _embedding(subject.model)
     device = next(embedding.parameters()).device
     vectors = embed(id_table(task).to(device), embedding)
+    scores = additive(task.mask.dense(device), vectors.dtype)
+    scores = scores if bias is None else scores + bias.to(scores)
     output = subject.model(
         inputs_embeds=vectors[None],
         position_ids=task.position_ids.to(device)[None],
-        attention_mask=additive(task.mask.dense(device), vectors.dtype)[None, None],
+        attention_mask=scores[None, None],
         # Only where it is known: some models pass unknown arguments on, and fail deep inside.
         **({"use_cache": False} if "use_cache" in subject.parameters else {}),
     )

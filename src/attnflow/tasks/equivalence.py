@@ -1,8 +1,9 @@
-"""Finds the positions of tasks that compute the same thing, by hashing, and checks the result exactly.
+"""Finds the positions of tasks that compute the same in every layer: the coarsest stable colours, checked exactly.
 
-Where no down-set holds an input twice, only the inputs can match equivalent nodes (hasse, def. 3.5). A position's key
-hashes its input and the pairs (input, inputs below it) of its down-set: two sums over the rows of a dense mask, which
-are prefix sums over interval rows, O(n). A collision costs a second try, never a wrong answer.
+A position starts with the colour of its input (ids, position, provenance). Each round hashes its colour with the sum of
+the hashes of the colours that its row reads, a prefix sum over interval rows, O(n), until no colour splits any more:
+two rounds and a last one to see it where masks are dense, more where differences travel through windows. docs/maths.md
+proves that no merged task can have fewer positions. A collision costs a second try, never a wrong merge.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ GOLDEN: Final = 0x9E3779B97F4A7C15
 _ALL_BITS: Final = 0xFFFFFFFFFFFFFFFF
 _TOGETHER: Final = 1 << 20  # intervals and positions that are hashed at a time
 _TRIED: Final = 4  # longer tasks that a task is compared with
+
+Classes = tuple[list[IntArray], IntArray, IntArray, IntervalRows, IntArray]
+"""The class of each position by task; for each class its node, place and merged row; and the keys that stand for
+several positions of a row, int64[keys, 3]: (query, key, how many). Positions of a node have equal rows."""
 
 
 def prefixes(tasks: Sequence[Task]) -> tuple[list[int], list[int]]:
@@ -60,34 +65,21 @@ def _is_prefix(long: Task, short: Task) -> bool:
     return True
 
 
-def repeats_below(task: Task, inputs: IntArray) -> bool:
-    order = np.argsort(inputs, kind="stable")
-    same = np.flatnonzero(np.diff(inputs[order]) == 0)
-    if not len(same):
-        return False
-    twice = np.unique(np.concatenate([same, same + 1]))
-    places, groups = order[twice], inputs[order[twice]]
-    cuts = np.flatnonzero(np.diff(groups, prepend=-1))
-    for _, table in task.mask.dense_chunks():
-        if np.add.reduceat(table[:, places], cuts, axis=1, dtype=np.int64).max(initial=0) > 1:
-            return True
-    return False
-
-
-def classify(layout: TasksLayout) -> tuple[list[IntArray], IntArray, IntArray, IntervalRows]:
-    """Classes of equivalent positions, numbered for few intervals; node, place and merged row of each class."""
+def classify(layout: TasksLayout) -> Classes:
+    """Classes of positions that compute the same, numbered for few intervals."""
     for seed in range(8):
-        position, nodes = (renumber(keys) for keys in hashed(layout.tasks, layout.inputs, seed))
+        position, nodes = (renumber(keys) for keys in refined(layout.tasks, layout.inputs, seed))
         node = scattered(position, nodes)
         place, number = layout.arrange(position, node)
         position = [number[part] for part in position]
         rows = [image(task, part, len(node)) for task, part in zip(layout.tasks, position, strict=True)]
         _, first = np.unique(np.concatenate([*position, np.zeros(0, np.int64)]), return_index=True)
         merged = IntervalRows.stack(rows, len(node)).take(first)
-        if is_embedding(layout, position, rows, merged):
+        several = repeated(layout, position, rows, merged)
+        if several is not None:
             back = np.argsort(number)
-            return position, node[back], place[back], merged
-    raise AssertionError("eight 64-bit hashes collided: the check of embeddings must be wrong")
+            return position, node[back], place[back], merged, several
+    raise AssertionError("eight 64-bit hashes collided: the check of the classes must be wrong")
 
 
 def image(task: Task, names: IntArray, size: int) -> IntervalRows:
@@ -103,24 +95,31 @@ def image(task: Task, names: IntArray, size: int) -> IntervalRows:
     return built if rank is None else built.take(rank)
 
 
-def is_embedding(
+def repeated(
     layout: TasksLayout, classes: Sequence[IntArray], images: Sequence[IntervalRows], merged: IntervalRows
-) -> bool:
-    """Whether each position's down-set maps one to one onto that of its class, keeping inputs and order (def. 3.5)."""
-    token = np.full(merged.num_rows, -1)
+) -> IntArray | None:
+    """The keys (query, key, how many) that stand for several positions of a row; None unless the classes are stable.
+
+    They are if all positions of a class have its input and read equally many positions of each class: then they compute
+    the same in every layer (docs/maths.md). Cost: O(intervals), and O(pairs) of the rows and keys that repeat.
+    """
+    token, several = np.full(merged.num_rows, -1), [np.zeros((0, 3), np.int64)]
     for task, numbers, position, rows in zip(layout.tasks, layout.inputs, classes, images, strict=True):
         fresh = token[position] < 0
         token[position[fresh]] = numbers[fresh]
-        target = merged.take(position)
-        if not (
-            np.array_equal(token[position], numbers)
-            and np.array_equal(rows.counts(), task.mask.row_counts())  # no two keys of a row became one
-            and np.array_equal(rows.indptr, target.indptr)
-            and np.array_equal(rows.starts, target.starts)
-            and np.array_equal(rows.ends, target.ends)
-        ):
-            return False
-    return True
+        if not (np.array_equal(token[position], numbers) and rows.equals(merged.take(position))):
+            return None
+        twice = np.flatnonzero(rows.counts() < task.mask.row_counts())
+        if len(twice):
+            again = np.bincount(position)[position] > 1
+            rows = IntervalRows.from_bool(again[None]).take(np.zeros_like(twice))
+            owner, key = task.mask.intervals().take(twice).intersection(rows).expand()
+            pairs, many = np.unique(owner * len(token) + position[key], return_counts=True)
+            query, key = np.divmod(pairs[many > 1], len(token))
+            several.append(np.stack([position[twice[query]], key, many[many > 1]], axis=1))
+    table, times = np.unique(np.concatenate(several), axis=0, return_counts=True)
+    members = np.bincount(np.concatenate([*classes, np.zeros(0, np.int64)]), minlength=len(token))
+    return table if np.array_equal(times, members[table[:, 0]]) else None
 
 
 def renumber(numbers: Sequence[npt.NDArray[Any]]) -> list[IntArray]:
@@ -136,24 +135,40 @@ def scattered(position: Sequence[IntArray], values: Sequence[IntArray]) -> IntAr
     return result
 
 
-def hashed(tasks: Sequence[Task], inputs: Sequence[IntArray], seed: int) -> tuple[list[Hashes], list[Hashes]]:
-    """(position hashes, node hashes) by task: equal where equivalent, otherwise almost surely different."""
-    position_keys, node_keys = ([np.zeros(0, np.uint64)] * len(tasks) for _ in range(2))
+def refined(
+    tasks: Sequence[Task], inputs: Sequence[IntArray], seed: int, weights: IntArray | None = None
+) -> tuple[list[Hashes], list[Hashes]]:
+    """(colours of the positions, hashes of what each reads) by task: the coarsest stable refinement of the inputs.
+
+    A colour hashes the own colour before and the multiset of colours read; both almost surely differ where these do.
+    Keys (query, key, how many) of the last task count `weights` times.
+    """
     salt = np.uint64((seed + 1) * GOLDEN & _ALL_BITS)
+    colours = [mix(numbers.astype(np.uint64) + salt) for numbers in inputs]
     groups: dict[int, list[int]] = {}
     for number, task in enumerate(tasks):
         groups.setdefault(id(task.mask), []).append(number)
-    for same in groups.values():  # under one mask, about `_TOGETHER` intervals and positions at a time
-        mask = tasks[same[0]].mask
-        step = max(1, _TOGETHER // (1 + mask.num_queries + len(mask.relabelled()[0].starts)))
-        for members in (same[first : first + step] for first in range(0, len(same), step)):
-            label = mix(np.stack([inputs[task] for task in members]).astype(np.uint64) + salt)
-            below = _row_sums(mask, label)  # the set of inputs below each position
-            # equal within a class of mutually reachable positions:
-            node = mix(_row_sums(mask, mix(below ^ mix(label))))
-            for row, task in enumerate(members):
-                node_keys[task], position_keys[task] = node[row], mix(node[row] ^ label[row])
-    return position_keys, node_keys
+    before, now = -1, _distinct(colours)
+    reads = colours
+    while before < now:
+        reads, old = list(colours), list(colours)
+        for same in groups.values():  # under one mask, about `_TOGETHER` intervals and positions at a time
+            mask = tasks[same[0]].mask
+            step = max(1, _TOGETHER // (1 + mask.num_queries + len(mask.relabelled()[0].starts)))
+            for members in (same[first : first + step] for first in range(0, len(same), step)):
+                for task, sums in zip(members, _row_sums(mask, np.stack([old[task] for task in members])), strict=True):
+                    reads[task] = sums
+        if weights is not None:
+            query, key, many = weights.T
+            np.add.at(reads[-1], query, (many - 1).astype(np.uint64) * old[-1][key])
+        reads = [mix(sums) for sums in reads]
+        colours = [mix(sums ^ colour) for sums, colour in zip(reads, old, strict=True)]
+        before, now = now, _distinct(colours)
+    return colours, reads
+
+
+def _distinct(colours: Sequence[Hashes]) -> int:
+    return len(np.unique(np.concatenate([*colours, np.zeros(0, np.uint64)])))
 
 
 def _row_sums(mask: Mask, values: Hashes) -> Hashes:

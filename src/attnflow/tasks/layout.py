@@ -29,6 +29,7 @@ class TasksLayout:
     inputs: Sequence[IntArray]
     labelled: Sequence[BoolArray]
     tokens: TokenTable
+    dense: Sequence[bool]
 
     def arrange(self, position: Sequence[IntArray], node: IntArray) -> tuple[IntArray, IntArray]:
         """(place in the sequence, number that gives rows few intervals) of each class; XLNet's differ."""
@@ -58,7 +59,7 @@ class TasksLayout:
         for task, part, numbers, has_label in zip(self.tasks, position, self.inputs, self.labelled, strict=True):
             labelled[part[has_label]] = True
             home[part] = at_home[numbers]
-            ends[part[_is_read(task)]] = False
+            ends[part[_is_read(task, node[part])]] = False
         some_labelled, some_away = (np.zeros(int(node.max(initial=-1)) + 1, np.bool_) for _ in range(2))
         some_labelled[node[labelled]] = True
         some_away[node[~home]] = True
@@ -81,7 +82,10 @@ class TasksLayout:
 
     def _depth_first(self, streams: list[tuple[int, IntArray]], position: Sequence[IntArray], size: int) -> list[int]:
         stream_of, height = np.full(size, -1), np.zeros(size, dtype=np.int64)
-        counts = [task.mask.row_counts() for task in self.tasks]
+        counts = [  # how high each position stands in its task
+            task.mask.row_counts() if dense else np.arange(task.size)
+            for task, dense in zip(self.tasks, self.dense, strict=True)
+        ]
         for number, (_, classes) in enumerate(streams):
             stream_of[classes] = number
         for part, count in zip(position, counts, strict=True):
@@ -120,11 +124,12 @@ def _at_home(tokens: TokenTable) -> BoolArray:
     return home
 
 
-def _is_read(task: Task) -> BoolArray:
-    """Whether another node reads each position: no row that holds it is shorter than its own, and one is longer."""
+def _is_read(task: Task, node: IntArray) -> BoolArray:
+    """Whether another node reads each position: sum (w_row - w_own)^2 > 0 over the rows that hold it."""
     rows, rank = task.mask.relabelled()
-    counts = rows.counts()
-    read = rows.cover(counts[rows.row_index()]) > rows.cover() * counts
+    own = (node if rank is None else node[np.argsort(rank)]) % (1 << 16)  # so that the sums stay exact
+    weight = own[rows.row_index()]
+    read = rows.cover(weight**2) - 2 * own * rows.cover(weight) + own**2 * rows.cover() > 0
     return read if rank is None else read[rank]
 
 

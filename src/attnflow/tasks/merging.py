@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from jaxtyping import Int
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnflow._core.checks import IntArray, preview
+from attnflow._core.checks import IntArray, boolean, preview
 from attnflow._core.markup import plural
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
@@ -19,6 +20,10 @@ from attnflow.tasks.layout import TasksLayout
 from attnflow.tasks.posets import Poset, Work, amalgamate, isomorphism, typed
 from attnflow.tasks.task import LabelTable, Task
 from attnflow.tasks.tokens import TokenSequence, numbered
+
+
+def _no_keys() -> IntArray:
+    return np.zeros((0, 3), np.int64)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -30,8 +35,10 @@ class MergedTask:
         positions: for each subtask, an int64 array with the merged position that computes each of its positions.
         node: the merged node (class of mutually reachable positions) of each merged position, int64.
         lower_bound: the least number of nodes that any merged task of the family can have.
-        is_minimal: whether no merged task with fewer nodes exists. Always True without repeated inputs in a down-set;
-            with them a search decides, and False means that it ended without a proof.
+        is_minimal: whether it is proved that no merged task with fewer nodes serves every model. It is (docs/maths.md),
+            unless copies had to be searched for: then False means that the search ended without a proof.
+        multiplicity: keys that stand for several positions of a row, int64[keys, 3]: (query, key, how many). Empty
+            unless `merge` was called with `key_bias`.
     """
 
     task: Task
@@ -39,6 +46,14 @@ class MergedTask:
     node: IntArray
     lower_bound: int
     is_minimal: bool
+    multiplicity: IntArray = field(default_factory=_no_keys)
+
+    def log_multiplicity(self) -> Float[Tensor, "n n"]:
+        """What to add to each score [query, key], float64: the logarithm of how many positions the key stands for."""
+        query, key, many = torch.from_numpy(self.multiplicity).T
+        return torch.zeros(self.task.size, self.task.size, dtype=torch.float64).index_put(
+            (query, key), many.double().log()
+        )
 
     @property
     def position_ids(self) -> Int[Tensor, " n"]:
@@ -65,16 +80,18 @@ class MergedTask:
         return (
             f"{plural(len(self.positions), 'task')} with {plural(before, 'position')} merged into {self.task.size}: "
             f"{plural(self.num_nodes, 'node')} ({proof}), "
-            f"{plural(self.task.mask.nnz, 'allowed pair')}; checked: every task is embedded"
-            + "; no position is shared: two tokens are one input only if ids, position and provenance agree"
-            * alone
+            f"{plural(self.task.masks[0].nnz, 'allowed pair')}; checked: every task is embedded"
+            + f"; {plural(len(self.multiplicity), 'pair')} need log_multiplicity" * (len(self.multiplicity) > 0)
+            + "; no position is shared: two tokens are one input only if ids, position and provenance agree" * alone
         )
 
     def embeds(self, family: Sequence[Task], mask: Mask | None = None) -> Embedding:
         """Find which nodes of a family the merged task holds, optionally under your own mask (def. 3.6).
 
-        A sparse mask counts by its closure. An empty family, or a task that is not dense, raises `ValueError`.
-        Cost: it visits every task's down-sets node by node, which takes seconds for 40,000 positions in all.
+        For dense tasks a sparse mask counts by its closure. If a task is not dense, its positions count one by one, and
+        the mask as it is: a position is held if one of the merged task computes the same (64-bit hashes agree). An
+        empty family raises `ValueError`. Cost: dense tasks are visited node by node, which takes seconds for 40,000
+        positions in all.
 
         >>> import attnflow as af
         >>> family = af.tasks.butterfly([5, 6, 7])
@@ -83,8 +100,9 @@ class MergedTask:
         >>> merged.embeds(family).ok, [node.task for node in printed.missing]
         (True, [0, 1])
         """
-        own = self.task if mask is None else Task(self.task.sequence, self.task.targets, mask)
-        return embedding(own, family)
+        if mask is None:
+            return embedding(one_mask(self.task), family, self.multiplicity)
+        return embedding(Task(self.task.sequence, self.task.targets, mask), family)
 
 
 @dataclass(frozen=True)
@@ -120,55 +138,76 @@ class Embedding:
         return "\n".join(lines + [f"  ... and {len(self.missing) - 12} more"] * (len(self.missing) > 12))
 
 
-_Quotient = tuple[list[IntArray], IntArray, IntArray, Mask, int, bool]
-"""The merged position of each task's positions; node and input number of each; mask, lower bound, is it minimal."""
+_Quotient = tuple[list[IntArray], IntArray, IntArray, Mask]
+"""The merged position of each task's positions; the node and the input number of each merged position; the mask."""
 
 
-def merge(family: Sequence[Task]) -> MergedTask:
-    """Merge a family of dense tasks into one task: their minimal common supergraph (hasse, def. 3.5-3.6, theorem 3.7).
+def merge(family: Sequence[Task], key_bias: bool = False) -> MergedTask:
+    """Merge a family of tasks into one task: the shortest sequence and mask that compute every position of every task.
 
-    Equivalent nodes (same inputs, isomorphic down-sets) of different tasks become one. The theorem as printed also
-    joins equivalent nodes *within* a down-set, which breaks the nodes above them; here a down-set keeps them all
-    (order.md). An exact check at the end shows that every down-set of every task is embedded. For the paper's families
-    the result is `af.masks.causal(n - 1)`, `af.masks.block_two_stream(N, block)` and `af.masks.butterfly(n)` (eq. 58
+    Any masks will do: complete below each position ("dense"; hasse, def. 3.5-3.6, theorem 3.7), windowed, with sinks,
+    compressed, sparse. Positions become one if they compute the same in every layer of every model, that is if their
+    inputs (ids, position, provenance) agree and they read equal multisets of such positions. For the paper's families
+    the result is `af.masks.causal(n - 1)`, `af.masks.block_two_stream(N, block)`, `af.masks.butterfly(n)` (eq. 58
     corrected).
 
+    Where a row reads several positions that compute the same, one key under a mask cannot stand for them (theorem 3.7
+    as printed joins them, which changes the row). Dense families then keep as many copies as one down-set needs.
+
     Args:
-        family: tasks on one sample. All their labels are kept, with `task` set to the place in the family.
+        family: tasks on one sample. All their labels are kept, with `task` set to the place in the family. Tasks with a
+            mask per layer merge if all these masks are equal, and the tasks are for equally many layers.
+        key_bias: let one key stand for several positions of a row. Its score needs the logarithm of their number,
+            `MergedTask.log_multiplicity`: exact for softmax attention with a float mask (eager, SDPA), and added by
+            `verify`, `score` and `Collator`. The merged mask without it is another task.
 
     Returns:
-        The merged task, dense, its positions in the order of `attnflow.tasks.layout`.
+        The merged task, its positions in the order of `attnflow.tasks.layout`.
 
     Raises:
-        ValueError: the family is empty; a task is not dense, or a position does not attend to itself
-            (`task.densified()` makes both true); a task has a mask per layer; inputs repeat in so symmetric a pattern
-            that distinguishing nodes takes more than a fixed amount of work.
+        ValueError: the family is empty; masks differ between layers; without `key_bias`, a row of a family that is not
+            dense reads several positions that compute the same, or the search for copies takes too much work.
 
-    Cost: O(positions + intervals) where inputs do not repeat within a down-set; prefixes of other subtasks cost
-    nothing. A tree of 65,000 positions takes two seconds. Repeated inputs need a search, for a few hundred nodes.
+    Cost: O(positions + intervals) for each layer that differences take to spread: three where inputs differ and masks
+    are dense, more where differences travel through windows. Prefixes of other subtasks cost nothing. A tree of 65,000
+    positions takes a second. The search for copies is for a few hundred nodes.
 
     >>> import attnflow as af
     >>> merged = af.tasks.merge(af.tasks.butterfly([5, 6, 7]))
     >>> merged.task.mask == af.masks.butterfly(3), merged.position_ids.tolist()
     (True, [0, 1, 1, 2, 0, 1, 2])
+    >>> family = af.tasks.causal_lm(range(9))
+    >>> windows = [af.tasks.Task(task.inputs, task.labels, af.masks.sliding_window(task.size, 3)) for task in family]
+    >>> af.tasks.merge(windows).task.mask == af.masks.sliding_window(8, 3)
+    True
     """
-    tasks = _family(family)
+    (tasks, layers), key_bias = _family(family), boolean("key_bias", key_bias)
     numbers, within = equivalence.prefixes(tasks)
-    by_mask = {id(tasks[number].mask): number for number in reversed(numbers)}
-    for number in sorted(by_mask.values()):
-        _require_dense(number, tasks[number])
     longest = [tasks[number] for number in numbers]
     labelled = [np.zeros(task.size, dtype=np.bool_) for task in longest]
     for task, of in zip(tasks, within, strict=True):
         labelled[of][task.targets.table["position"]] = True
     tokens, inputs = numbered([task.sequence for task in longest])
-    repeats = any(equivalence.repeats_below(task, own) for task, own in zip(longest, inputs, strict=True))
-    layout = TasksLayout(longest, inputs, labelled, tokens)
-    place, node, token, mask, lower_bound, is_minimal = _by_search(layout) if repeats else _by_hash(layout)
+    layout = TasksLayout(longest, inputs, labelled, tokens, _dense(longest))
+    classes = equivalence.classify(layout)
+    several, proof = classes[-1], None
+    if key_bias or not len(several):
+        (place, node, token, mask), several = _by_colour(layout, classes)
+    elif all(layout.dense):
+        (place, node, token, mask), proof = _by_search(layout)
+        several = _no_keys()
+    else:
+        raise _repeats(numbers, layout, classes[0], several[0])
     positions = [place[of][: task.size] for task, of in zip(tasks, within, strict=True)]
-    [node] = equivalence.renumber([node])
     merged = Task(TokenSequence(tokens, token), _labels(tasks, positions), mask)
-    return MergedTask(merged, tuple(positions), node, lower_bound, is_minimal)
+    if not all(layout.dense):
+        for number, members in enumerate(merged.flow.classes):
+            node[[*members]] = number
+    [node] = equivalence.renumber([node])
+    lower_bound, is_minimal = proof or (len(np.unique(node)), True)
+    if layers is not None:
+        merged = Task(merged.sequence, merged.targets, [mask] * layers)
+    return MergedTask(merged, tuple(positions), node, lower_bound, is_minimal, several)
 
 
 def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> LabelTable:
@@ -181,24 +220,30 @@ def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> LabelTable:
     return LabelTable(table[np.argsort(table["position"], kind="stable")])
 
 
-def embedding(task: Task, family: Sequence[Task]) -> Embedding:
-    tasks = _family(family)
-    for number, each in enumerate(tasks):
-        _require_dense(number, each)
-    every = [*tasks, task.densified()]
+def embedding(task: Task, family: Sequence[Task], multiplicity: IntArray | None = None) -> Embedding:
+    tasks, _ = _family(family)
+    dense = all(_dense(tasks)) and (multiplicity is None or not len(multiplicity))
+    every = [*tasks, task.densified() if dense else task]
     _, inputs = numbered([each.sequence for each in every])
-    (*posets, whole), _ = typed(every, inputs)
-    held = set(whole.types)
+    if dense:
+        (*posets, whole), _ = typed(every, inputs)
+        nodes = [list(zip(poset.members, poset.types, strict=True)) for poset in posets]
+        held = set(whole.types)
+    else:
+        (*parts, whole), _ = equivalence.refined(every, inputs, 0, multiplicity)
+        nodes = [[((i,), colour) for i, colour in enumerate(part.tolist())] for part in parts]
+        held = set(whole.tolist())
     missing = [
         MissingNode(number, members)
-        for number, poset in enumerate(posets)
-        for members, kind in zip(poset.members, poset.types, strict=True)
+        for number, kinds in enumerate(nodes)
+        for members, kind in kinds
         if kind not in held
     ]
-    return Embedding(sum(len(poset.members) for poset in posets), tuple(missing))
+    return Embedding(sum(map(len, nodes)), tuple(missing))
 
 
-def _family(family: Sequence[Task]) -> list[Task]:
+def _family(family: Sequence[Task]) -> tuple[list[Task], int | None]:
+    """(the tasks with one mask each, for how many layers they are)."""
     if isinstance(family, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError("a family is a sequence of Task, got one Task: pass [task]")
     tasks = list(family)
@@ -207,40 +252,55 @@ def _family(family: Sequence[Task]) -> list[Task]:
     for number, task in enumerate(tasks):
         if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"a family is a sequence of Task, got {type(task).__name__}")
-        if task.num_layers is not None:
+        if task.num_layers != tasks[0].num_layers:
             raise ValueError(
-                f"task {number} has a mask per layer ({task.num_layers}), but merging compares the down-sets of dense "
-                "tasks: merge tasks with one mask for all layers"
+                f"task {number} is for {task.num_layers or 'any number of'} layers, but task 0 for "
+                f"{tasks[0].num_layers or 'any number of'}: one model cannot train both"
             )
-    return tasks
+        if any(mask != task.masks[0] for mask in task.masks):
+            raise ValueError(
+                f"task {number} has a mask per layer ({task.num_layers}), and they differ: merge tasks with one mask "
+                "for all layers"
+            )
+    return list(map(one_mask, tasks)), tasks[0].num_layers
 
 
-def _require_dense(number: int, task: Task) -> None:
-    if not task.is_dense:
-        raise ValueError(
-            f"task {number} is not dense: information needs more than one layer (A != R; hasse, def. 3.2), so its "
-            "mask alone does not fix what a node computes. Merge [task.densified() for task in family] and make "
-            "the merged mask sparser afterwards with merged.task.sparsified(...)"
-        )
-    if not task.attends_itself:
-        raise ValueError(
-            f"in task {number} some position does not attend to itself; the residual connection is not attention, "
-            "and a merged position must compute the same. Use task.densified(), or allow the diagonal in its mask"
-        )
+def one_mask(task: Task) -> Task:
+    """The task with the first layer's mask for all layers."""
+    return task if task.num_layers is None else Task(task.sequence, task.targets, task.masks[0])
 
 
-def _by_hash(layout: TasksLayout) -> _Quotient:
-    position, node, place, rows = equivalence.classify(layout)
+def _dense(tasks: Sequence[Task]) -> list[bool]:
+    by_mask = {id(task.mask): task for task in tasks}
+    dense = {name: task.is_dense and task.attends_itself for name, task in by_mask.items()}
+    return [dense[id(task.mask)] for task in tasks]
+
+
+def _repeats(numbers: Sequence[int], layout: TasksLayout, classes: Sequence[IntArray], example: IntArray) -> ValueError:
+    query, key, _ = example.tolist()
+    task = next(task for task, part in enumerate(classes) if query in part)
+    position = int(np.flatnonzero(classes[task] == query)[0])
+    keys = [place for place in layout.tasks[task].mask.keys(position).tolist() if classes[task][place] == key]
+    return ValueError(
+        f"the family is not dense, and position {position} of task {numbers[task]} reads positions that compute the "
+        f"same, {preview(keys)}: one key under a mask counts once. Pass key_bias=True, which adds the logarithm of "
+        "their number to the score, or keep them apart by a provenance of their own"
+    )
+
+
+def _by_colour(layout: TasksLayout, classes: equivalence.Classes) -> tuple[_Quotient, IntArray]:
+    position, node, place, rows, several = classes
     rank = np.argsort(place)
     n = len(rank)
     moved = None if np.array_equal(rank, np.arange(n)) else rank
     mask = Mask(rows, "merged", {"n": n}, query_rank=moved, key_rank=moved)
     position = [place[part] for part in position]
     numbers = equivalence.scattered(position, layout.inputs)
-    return position, node[rank], numbers, mask, len(np.unique(node)), True
+    several = np.concatenate([place[several[:, :2]], several[:, 2:]], axis=1)
+    return (position, node[rank], numbers, mask), several
 
 
-def _by_search(layout: TasksLayout) -> _Quotient:
+def _by_search(layout: TasksLayout) -> tuple[_Quotient, tuple[int, bool]]:
     posets, examples = typed(layout.tasks, layout.inputs)
     types, strictly_below, lower_bound, is_minimal = amalgamate(examples)
     numbers = [poset.inputs[node] for poset, node in (examples[kind] for kind in types)]
@@ -264,7 +324,7 @@ def _by_search(layout: TasksLayout) -> _Quotient:
     mask = Mask(IntervalRows.from_bool(allow[np.ix_(back, back)]), "merged", {"n": len(node_of)})
     tokens = np.array([number for each in numbers for number in each], dtype=np.int64)[back]
     position = [order[place] for place in position]
-    return position, node_of[back], tokens, mask, lower_bound, is_minimal
+    return (position, node_of[back], tokens, mask), (lower_bound, is_minimal)
 
 
 def _node_images(poset: Poset, whole: Poset) -> dict[int, int]:

@@ -18,7 +18,7 @@ from attnflow._core.results import Result
 from attnflow.models.passes.evaluation import evaluating, precision
 from attnflow.models.subject import Loaded, Subject
 from attnflow.tasks.embedding import require_runnable, require_targets, run
-from attnflow.tasks.merging import MergedTask
+from attnflow.tasks.merging import MergedTask, one_mask
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import TokenSequence
 
@@ -111,12 +111,12 @@ def verify(
         ValueError: `merged` is not of this family, nothing is labelled, a row of a mask allows no key, a token id is
             outside of the vocabulary, or no parameter requires a gradient.
     """
-    subject, tasks = Subject.of(model), list(family)
+    subject, tasks, whole = Subject.of(model), list(map(one_mask, family)), one_mask(merged.task)
     model = subject.model
     gradients = boolean("gradients", gradients)
     tolerance = None if tolerance is None else finite("tolerance", tolerance, 0.0)
     _require_same_family(tasks, merged)
-    for task in (*tasks, merged.task):
+    for task in (*tasks, whole):
         if task.size and int(task.mask.row_counts().min()) == 0:
             raise ValueError("a position may attend to nothing: its softmax is undefined; allow it to attend to itself")
     if not any(len(task.targets) for task in tasks):
@@ -127,7 +127,7 @@ def verify(
         raise ValueError("no parameter of the model requires a gradient; pass gradients=False to compare outputs only")
     double = all(parameter.dtype == torch.float64 for parameter in model.parameters())
     with evaluating(model), torch.set_grad_enabled(gradients), precision(model, torch.float64 if double else None):
-        logits = run(subject, merged.task)
+        logits = run(subject, whole, merged.log_multiplicity())
         terms = _terms(logits, merged.task)
         merged_loss, merged_sums = float(terms.sum().detach()), _sums(merged.task, terms)
         merged_gradients = _gradients(terms.sum(), parameters)

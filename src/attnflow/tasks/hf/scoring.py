@@ -21,7 +21,7 @@ from attnflow.models.subject import Loaded, Subject
 from attnflow.tasks.embedding import require_runnable, require_targets, run
 from attnflow.tasks.hf.shared_calls import attention_masks, skips_pairs
 from attnflow.tasks.hf.sharing import check_sharing, head_of, prepared
-from attnflow.tasks.merging import MergedTask, merge
+from attnflow.tasks.merging import MergedTask, merge, one_mask
 from attnflow.tasks.prefixes import Batch, SharedPlan, common, plan
 from attnflow.tasks.task import Task
 
@@ -117,11 +117,11 @@ def score(
 
 @torch.no_grad()
 def _family_scores(subject: Subject, merged: MergedTask) -> Scores:
-    task = merged.task
+    task = one_mask(merged.task)
     require_runnable(subject)
     labels = sorted(task.labels, key=lambda label: label.task)  # stable: within a subtask they stand by position
     with evaluating(subject.model):
-        logits = run(subject, task)
+        logits = run(subject, task, merged.log_multiplicity())
     targets = torch.tensor([label.target_id for label in labels], dtype=torch.int64, device=logits.device)
     require_targets(targets, logits)
     rows = logits[[label.position for label in labels]]
