@@ -23,6 +23,7 @@ from attnflow.tasks.tokens import Ragged, TokenSequence, TokenTable
 Family = tuple[Task, ...]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 Masked = Sequence[int] | Literal["random"] | None
+Clean = Literal["block", "causal"]
 _Read = Callable[[int, int], tuple[IntArray, Mask]]  # from the first and last place of a block to what it reads
 
 _MOST_POSITIONS: Final = 1 << 27  # of all subtasks of a family together: 1 GB
@@ -64,7 +65,11 @@ def multi_token_prediction(tokens: TokenIds, horizon: int) -> Family:
 
 
 def block_two_stream(
-    tokens: TokenIds, block: int, predict_first: bool = False, mask_token: int | None = None
+    tokens: TokenIds,
+    block: int,
+    predict_first: bool = False,
+    mask_token: int | None = None,
+    clean: Clean = "block",
 ) -> Family:
     """Generate block by block: tau_k reads k blocks and `block` [MASK]s in the place of the next (hasse, sec. 4.2).
 
@@ -77,6 +82,8 @@ def block_two_stream(
         block: tokens per block; must divide their number.
         predict_first: add the task that predicts block 0 from nothing, which the paper leaves out.
         mask_token: vocabulary id of [MASK]; required, since no id is free in every vocabulary.
+        clean: what a clean token reads: "block", all blocks up to its own, or "causal", the tokens up to itself. The
+            merged mask of "causal" is causal on the clean tokens (SBD, I-DLM); decode it by the same `clean`.
 
     >>> [task.size for task in block_two_stream([5, 6, 7, 8, 9, 9], 2, mask_token=0)]
     [4, 6]
@@ -91,7 +98,7 @@ def block_two_stream(
             "pass more tokens, a smaller block, or predict_first=True"
         )
     _fit(num_blocks, n * (num_blocks + 1) // 2)
-    return _denoising(data, block, None, _blocks_before(n, block), start=0 if predict_first else block)
+    return _denoising(data, block, None, _blocks_before(n, block, clean), start=0 if predict_first else block)
 
 
 def butterfly(
@@ -126,7 +133,7 @@ def butterfly(
             raise ValueError(f"butterfly needs at least 2 blocks, got {n} tokens in 1 block of {block}")
         _fit(n // block, n // block * n)
         place = np.arange(n)
-        return _denoising(data, block, masked, lambda first, last: (place, _towards(n, first, last)))
+        return _denoising(data, block, masked, lambda first, last: (place, towards(n, first, last)))
     if masked is not None:
         raise ValueError("masked needs block=...; without block, each token is predicted from all others")
     _fit(n, n * n)
@@ -136,13 +143,23 @@ def butterfly(
     table = TokenTable.stack([data.table.take(place), TokenTable(Ragged.of(ids), place, neighbours)])
     labels = data.labels(place, place, place)
     return tuple(
-        Task(TokenSequence(table, np.where(place == k, n + k, place)), labels.part(k, k + 1), _towards(n, k, k + 1))
+        Task(TokenSequence(table, np.where(place == k, n + k, place)), labels.part(k, k + 1), towards(n, k, k + 1))
         for k in range(n)
     )
 
 
-def _blocks_before(n: int, block: int) -> _Read:
+def _blocks_before(n: int, block: int, clean: Clean) -> _Read:
+    if clean not in ("block", "causal"):
+        raise ValueError(f'clean must be "block" or "causal", got {clean!r}')
     rows = block_causal(n, block).intervals()
+
+    def causal_before(first: int, last: int) -> tuple[IntArray, Mask]:
+        q = np.arange(last)
+        rows = IntervalRows.build(q, np.zeros_like(q), np.where(q < first, q + 1, last), last, last)
+        return q, Mask(rows, "causal_then_block", {"n": last, "block": block})
+
+    if clean == "causal":
+        return causal_before
     return lambda _, last: (np.arange(last), beginning(rows, "block_causal", n=last, block=block))
 
 
@@ -201,7 +218,9 @@ def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int
     return tuple(tasks)
 
 
-def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_token: int | None = None) -> Family:
+def block_diffusion(
+    tokens: TokenIds, block: int, masked: Masked = None, mask_token: int | None = None, clean: Clean = "block"
+) -> Family:
     """Denoise block by block (BD3-LM, arXiv:2503.09573): tau_b reads clean blocks 0..b-1 and block b, partly masked.
 
     The labels are the masked tokens of block b; a block without masked tokens makes no task. Merged, it is
@@ -217,6 +236,7 @@ def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_to
         masked: places that hold [MASK]; by default all, which is `block_two_stream(..., predict_first=True)`; or
             "random": anew in each call, by torch's generator (a worker of a DataLoader has its own).
         mask_token: vocabulary id of [MASK]; required, since no id is free in every vocabulary.
+        clean: what a clean token reads, as in `block_two_stream`.
 
     >>> [task.size for task in block_diffusion([5, 6, 7, 8], 2, masked=[3], mask_token=0)]
     [4]
@@ -226,7 +246,7 @@ def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_to
     block = integer("block", block, 1)
     num_blocks = divides("the number of tokens", n, block)
     _fit(num_blocks, n * (num_blocks + 1) // 2)
-    return _denoising(data, block, masked, _blocks_before(n, block))
+    return _denoising(data, block, masked, _blocks_before(n, block, clean))
 
 
 BY_LENGTH: Final[frozenset[Callable[..., Family]]] = frozenset(
@@ -329,7 +349,7 @@ def _places(name: str, values: Sequence[int], n: int) -> IntArray:
     return np.sort(places)
 
 
-def _towards(n: int, first: int, last: int) -> Mask:
+def towards(n: int, first: int, last: int) -> Mask:
     """The mask j <= i < first or last <= i <= j, where both sides flow to [first, last), which reads everything."""
     i = np.arange(n)
     rows = IntervalRows.build(i, np.where(i < last, 0, i), np.where(i < first, i + 1, n), n, n)
