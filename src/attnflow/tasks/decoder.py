@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -168,16 +169,12 @@ def decoder(family: Sequence[Task] | Task | MergedTask, known: Sequence[int] | N
         tasks = list(family)
         task = tasks[0] if len(tasks) == 1 else merge(tasks).task
     facts = facts_of(task)
-    if known is not None:
-        chosen = index_array("known", known, facts.num_tokens)
-        facts.require_writable(chosen)
-        return Decoder(task, tuple(sorted(set(chosen.tolist()))))
-    start = facts.unpredicted()
-    if len(facts.stuck(start)) == facts.num_tokens - len(start):
+    start = facts.unpredicted() if known is None else index_array("known", known, facts.num_tokens)
+    if known is None and len(facts.stuck(start)) == facts.num_tokens - len(start):
         table = task.targets.table
-        for number in dict.fromkeys(table["task"].tolist()):
-            rest = facts.without(table["data_index"][table["task"] == number])
-            if not len(facts.stuck(rest)):
-                return Decoder(task, tuple(rest.tolist()))
+        gaps = (table["data_index"][table["task"] == number] for number in dict.fromkeys(table["task"].tolist()))
+        start = next((rest for rest in map(facts.without, gaps) if not len(facts.stuck(rest))), start)
     facts.require_writable(start)
-    return Decoder(task, tuple(start.tolist()))
+    plan = Decoder(task, tuple(np.unique(start).tolist()))
+    vars(plan)["facts"] = facts
+    return plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -164,9 +165,14 @@ class Feed:
     chosen: tuple[IntArray, ...]
     keep: int  # from the first row on that predicts
 
-    def find(self, row: int, path: IntArray) -> int:
-        """The row of a position that ran in one of the branches of a path."""
-        return int(np.flatnonzero((self.rows == row) & np.isin(self.branch, path))[0])
+    @cached_property
+    def _index(self) -> dict[tuple[int, int], int]:
+        rows, branches = self.rows[self.keep :].tolist(), self.branch[self.keep :].tolist()
+        return {at: number - len(rows) for number, at in enumerate(zip(rows, branches, strict=True))}
+
+    def find(self, row: int, path: Sequence[int]) -> int | None:
+        """The place, from the end, of a row that predicts and ran in one of the branches of a path."""
+        return next((self._index[row, branch] for branch in path if (row, branch) in self._index), None)
 
 
 class Writing:
@@ -187,12 +193,20 @@ class Writing:
     def tokens(self) -> IntArray:
         return self.branches[0].tokens
 
-    def path(self, branch: int) -> IntArray:
+    def path(self, branch: int) -> list[int]:
         """The branch and those that it follows."""
         up = [branch]
         while up[-1]:
             up.append(self.branches[up[-1]].parent)
-        return np.array(up)
+        return up
+
+    @property
+    def _paths(self) -> BoolArray:
+        """[branches, branches]: whether a branch is, or follows, another."""
+        paths = np.eye(len(self.branches), dtype=np.bool_)
+        for number, branch in enumerate(self.branches):
+            paths[number] |= paths[branch.parent] if number else False
+        return paths
 
     def chosen(self, branch: int) -> IntArray:
         """The best predictor that can run of each unknown token."""
@@ -260,18 +274,15 @@ class Writing:
 
     def allow(self, feed: Feed, slots: IntArray) -> BoolArray:
         """What the rows read, [rows, slots of the cache (a position or -1) + rows]."""
-        paths = np.zeros((len(self.branches),) * 2, dtype=np.bool_)
-        for number in range(len(self.branches)):
-            paths[number, self.path(number)] = True
         allow = self.facts.allow(feed.rows, np.concatenate([slots, feed.rows]))
         allow[:, : len(slots)] &= slots >= 0
-        allow[:, len(slots) :] &= paths[np.ix_(feed.branch, feed.branch)]
+        allow[:, len(slots) :] &= self._paths[np.ix_(feed.branch, feed.branch)]
         return allow
 
     def settle(self, feed: Feed, branch: int, written: Mapping[int, int]) -> BoolArray:
         """Accept a branch and what was written after it; returns which rows stay in the cache."""
         facts = self.facts
-        final = np.isin(feed.branch, self.path(branch)) & ~self.unsettled(feed)
+        final = self._paths[branch, feed.branch] & ~self.unsettled(feed)
         tokens, places = self.branches[branch].tokens.copy(), list(written)
         tokens[places] = list(written.values())
         missing = self.branches[branch].missing - facts.missing(np.array(places, dtype=np.int64))

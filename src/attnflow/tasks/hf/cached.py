@@ -116,9 +116,10 @@ class Choice:
                 break
             branch = drafts[accepted]
         offers = dict[int, Tensor]()  # of the branch itself first: it has read the most
-        for each in text.path(branch).tolist():
-            best = feed.chosen[each]
-            best = best[facts.draft[best] & np.isin(facts.row[best], feed.rows)]
+        for each in text.path(branch):
+            ran = [feed.find(row, [each]) is not None for row in facts.row[feed.chosen[each]].tolist()]
+            best = feed.chosen[each][np.array(ran, dtype=np.bool_)]
+            best = best[facts.draft[best]]
             for place, row in zip(facts.data[best], _scores(text, feed, logits, branch, best), strict=True):
                 offers.setdefault(int(place), row)
         kept, leaf = text.settle(feed, branch, written), 0
@@ -168,7 +169,7 @@ class Choice:
 def _scores(text: Writing, feed: Feed, logits: Tensor, branch: int, predictors: IntArray) -> Tensor:
     """The logits of predictors that ran in a branch or before it, [predictors, vocabulary], at least in float32."""
     path, facts = text.path(branch), text.facts
-    rows = [feed.find(row, path) - len(feed.rows) for row in facts.row[predictors].tolist()]
+    rows = [cast(int, feed.find(row, path)) for row in facts.row[predictors].tolist()]
     chosen = logits[rows] if logits.ndim == 2 else logits[rows, facts.head[predictors]]
     return chosen.to(torch.promote_types(logits.dtype, torch.float32))
 

@@ -179,7 +179,8 @@ def generate_blocks(
     choice = Choice(per_pass, threshold, temperature, seed)
     texts = _texts("ids", ids)
     blocks = max(1, -(-(max(map(len, texts)) + most) // block))
-    plan = decoder(block_two_stream(np.zeros(blocks * block, np.int64), block, True, blank, clean))
+    family = block_two_stream(np.zeros(blocks * block, np.int64), block, True, blank, clean)
+    plan = decoder(family[min(min(map(len, texts)) // block, blocks - 1) :])  # no task of what is given
     return _write(model, [plan] * len(texts), texts, most, choice, "ids", None, eos_token)
 
 
