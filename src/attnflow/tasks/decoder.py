@@ -64,10 +64,12 @@ class Decoder(Result):
         return tuple(self._passes())
 
     def _passes(self) -> Iterator[DecodingPass]:
-        writing, facts = Writing.after(self.facts, self.known), self.facts
+        facts, tokens = self.facts, np.full(self.facts.num_tokens, -1)
+        tokens[list(self.known)] = 0
+        writing = Writing(facts, tokens)
         while len(opened := writing.opened(0)):
             feed = writing.feed()
-            masked = feed.rows[writing.unsettled(feed) & (facts.blank[feed.rows] >= 0)]
+            masked = feed.rows[writing.unsettled(feed.rows) & (facts.blank[feed.rows] >= 0)]
             written = facts.data[opened]
             kept = feed.rows[writing.settle(feed, 0, dict.fromkeys(written.tolist(), 0))]
             drafts = sorted(set(facts.data[feed.chosen[0]].tolist()) - set(written.tolist()))
@@ -169,7 +171,7 @@ def decoder(family: Sequence[Task] | Task | MergedTask, known: Sequence[int] | N
         tasks = list(family)
         task = tasks[0] if len(tasks) == 1 else merge(tasks).task
     facts = facts_of(task)
-    start = facts.unpredicted() if known is None else index_array("known", known, facts.num_tokens)
+    start = facts.without(facts.data) if known is None else index_array("known", known, facts.num_tokens)
     if known is None and len(facts.stuck(start)) == facts.num_tokens - len(start):
         table = task.targets.table
         gaps = (table["data_index"][table["task"] == number] for number in dict.fromkeys(table["task"].tolist()))

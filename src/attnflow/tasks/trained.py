@@ -34,13 +34,14 @@ def write_description(facts: Facts, folder: Path) -> Path:
     return folder / FILE
 
 
-def require_trained(facts: Facts, folder: Path) -> None:
+def require_trained(facts: Facts, folder: str | Path | None) -> None:
     """Raise `ValueError` if a file in the folder of a checkpoint says that its family decodes otherwise."""
-    if not (folder / FILE).is_file():
+    file = Path(folder or "") / FILE
+    if not folder or not file.is_file():
         return
-    saved = cast("dict[str, Any]", json.loads((folder / FILE).read_text()))
+    saved = cast("dict[str, Any]", json.loads(file.read_text()))
     if {name: saved.get(name) for name in _HEADER} != _HEADER:
-        raise ValueError(f"{folder / FILE} describes no decoder that this release reads: save it anew by decoder.save")
+        raise ValueError(f"{file} describes no decoder that this release reads: save it anew by decoder.save")
     trained: list[tuple[_Kind, dict[str, object]]] = [
         ((each["writes"], each["all"], each["from"], tuple(each["mask_tokens"])), each["reads"])
         for each in saved["kinds"]

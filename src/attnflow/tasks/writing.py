@@ -59,9 +59,6 @@ class Facts:
             inside[self.task.flow.receptive_field(row).numpy()] = True
         return inside
 
-    def unpredicted(self) -> IntArray:
-        return self.without(self.data)
-
     def without(self, tokens: IntArray) -> IntArray:
         return np.setdiff1d(np.arange(self.num_tokens), tokens)
 
@@ -183,12 +180,6 @@ class Writing:
         self.held = np.zeros(facts.task.size, dtype=np.bool_)
         self.branches = [Branch(tokens, facts.missing(np.flatnonzero(tokens < 0)))]
 
-    @classmethod
-    def after(cls, facts: Facts, known: Sequence[int]) -> Writing:
-        tokens = np.full(facts.num_tokens, -1)
-        tokens[list(known)] = 0
-        return cls(facts, tokens)
-
     @property
     def tokens(self) -> IntArray:
         return self.branches[0].tokens
@@ -204,8 +195,8 @@ class Writing:
     def _paths(self) -> BoolArray:
         """[branches, branches]: whether a branch is, or follows, another."""
         paths = np.eye(len(self.branches), dtype=np.bool_)
-        for number, branch in enumerate(self.branches):
-            paths[number] |= paths[branch.parent] if number else False
+        for number in range(1, len(paths)):
+            paths[number] |= paths[self.branches[number].parent]
         return paths
 
     def chosen(self, branch: int) -> IntArray:
@@ -250,17 +241,14 @@ class Writing:
             branch.append(np.full(len(rows[-1]), number))
             predicts.append(np.isin(rows[-1], targets))
         row, of, target = np.concatenate(rows), np.concatenate(branch), np.concatenate(predicts)
-        leaves = self._unsettled(row)
+        leaves = self.unsettled(row)
         order = np.lexsort((row, of, target & ~leaves, leaves))  # what leaves the cache stands last
         keep = int(np.flatnonzero(target[order])[0]) if target.any() else len(row)
         return Feed(row[order], of[order], tuple(chosen), keep)
 
-    def _unsettled(self, rows: IntArray) -> BoolArray:
-        return self.facts.blanks[np.ix_(self.tokens < 0, rows)].any(axis=0)
-
-    def unsettled(self, feed: Feed) -> BoolArray:
-        """Rows that are, or read, a [MASK] whose token is not yet written."""
-        return self._unsettled(feed.rows)
+    def unsettled(self, rows: IntArray) -> BoolArray:
+        """Which positions are, or read, a [MASK] whose token is not yet written."""
+        return np.any(self.facts.blanks[np.ix_(self.tokens < 0, rows)], axis=0)
 
     def ids(self, feed: Feed) -> IntArray:
         """What the rows hold, [rows, width]: written tokens, drafts of their branch, or fixed ids."""
@@ -282,7 +270,7 @@ class Writing:
     def settle(self, feed: Feed, branch: int, written: Mapping[int, int]) -> BoolArray:
         """Accept a branch and what was written after it; returns which rows stay in the cache."""
         facts = self.facts
-        final = self._paths[branch, feed.branch] & ~self.unsettled(feed)
+        final = self._paths[branch, feed.branch] & ~self.unsettled(feed.rows)
         tokens, places = self.branches[branch].tokens.copy(), list(written)
         tokens[places] = list(written.values())
         missing = self.branches[branch].missing - facts.missing(np.array(places, dtype=np.int64))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -269,7 +268,7 @@ def _write(
     wanted = [np.flatnonzero(text.tokens < 0)[:most] for text in texts]
     require_room(network, texts, wanted, name)
     for plan in {id(plan): plan for plan in plans}.values():
-        require_trained(plan.facts, Path(network.name_or_path))
+        require_trained(plan.facts, network.name_or_path)
     ends = _end_tokens(network, eos_token)
     run = CachedPasses(network, texts)
     with evaluating(network):
