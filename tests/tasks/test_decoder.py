@@ -131,7 +131,6 @@ def test_one_task_a_family_and_a_merged_one_have_one_plan():
             lambda: tasks.decoder(Task([Token(i, i) for i in (0, 1)], [Label(1, Token(0, 0))], masks.full(2)), [1]),
             r"token 0 cannot be written: position 1, .* reads tokens \[0\]",
         ),
-        (lambda: tasks.block_diffusion(range(4), 2, mask_token=9, clean="no"), '"block" or "causal", got \'no\''),
     ],
 )
 def test_what_cannot_be_written_is_named(call, message):

@@ -17,7 +17,7 @@ from attnflow.tasks.hf.cached import Choice
 from tests.tasks.drafting import MASK, speculative
 
 N, HORIZON = 16, 4
-ORDER = np.random.default_rng(1).permutation(N)
+ORDER = np.random.default_rng(1).permutation(N).tolist()
 FAMILIES = {  # the family of a text, the part of it that verifies, tokens of the prompt
     "causal": (tasks.causal_lm, tasks.causal_lm, 5),
     "blocks": (partial(tasks.block_two_stream, block=4, mask_token=MASK),) * 2 + (4,),
@@ -286,10 +286,6 @@ def test_it_stops_where_a_text_ends():
             "a token of draft must be at most 47",
         ),
         (
-            lambda model, plan: tasks.generate(model, plan.task, [1]),
-            r"a plan that af\.tasks\.decoder\(family\) made, got Task",
-        ),
-        (
             lambda model, plan: tasks.generate(
                 model, tasks.decoder(FAMILIES["blocks"][0](range(8))), [1] * 4, draft=lambda _: [1]
             ),
@@ -303,5 +299,5 @@ def test_it_stops_where_a_text_ends():
 )
 def test_what_cannot_be_generated_is_named(call, message):
     model, plan = tiny("Llama"), tasks.decoder(tasks.causal_lm(range(N)))
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         call(model, plan)
