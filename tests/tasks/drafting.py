@@ -8,13 +8,15 @@ from attnflow.tasks import Label, Task, Token
 MASK = 0
 
 
-def speculative(text, horizon):
+def speculative(text, horizon, ahead=0):
+    """Each [MASK] predicts the token `ahead` places after its own."""
     text = [int(token) for token in text]
     family = list(tasks.causal_lm(text))
-    for k in range(len(text) - 1):
-        places = range(k + 1, min(k + 1 + horizon, len(text)))
+    for k in range(len(text) - 1 - ahead):
+        places = range(k + 1, min(k + 1 + horizon, len(text) - ahead))
         inputs = [*(Token(text[i], i) for i in range(k + 1)), *(Token(MASK, i, ()) for i in places)]
         allow = torch.tril(torch.ones(len(inputs), len(inputs), dtype=torch.bool))
         allow[k + 1 :] = True
-        family.append(Task(inputs, [Label(i, Token(text[i], i)) for i in places], masks.from_dense(allow)))
+        labels = [Label(i, Token(text[i + ahead], i + ahead)) for i in places]
+        family.append(Task(inputs, labels, masks.from_dense(allow)))
     return family

@@ -128,7 +128,9 @@ def facts_of(task: Task) -> Facts:
                 into[tokens[first], start : start + len(chunk)] = reached.T
     best = np.lexsort((row, blank[row] >= 0, -needs.sum(axis=0)[row]))
     row, data, head = row[best], data[best], head[best]
-    source, given = provenance.padded(-1), ids.padded(NO_ID)
+    given, of_data = ids.padded(NO_ID), provenance.padded(-1)
+    source = np.full(given.shape, -1)
+    source[:, : of_data.shape[1]] = of_data
     return Facts(task, needs, blanks, blank, row, data, head, _drafts(needs, row, data), source, given, place)
 
 

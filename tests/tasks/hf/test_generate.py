@@ -9,15 +9,35 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from attnflow import tasks
+from attnflow import masks, tasks
 from attnflow.models.passes.evaluation import precision
 from attnflow.models.subject import Subject
+from attnflow.tasks import Label, Task, Token
 from attnflow.tasks.embedding import run
 from attnflow.tasks.hf.cached import Choice
 from tests.tasks.drafting import MASK, speculative
 
 N, HORIZON = 16, 4
 ORDER = np.random.default_rng(1).permutation(N).tolist()
+
+
+def after_a_mean(text):
+    """Next tokens in a window of three, after a fixed mean of two ids that stands for no data."""
+    inputs = [Token((7, 9), 0, ()), *(Token(token, i + 1, (i,)) for i, token in enumerate(text[:-1]))]
+    labels = [Label(i, Token(token, i + 1, (i,))) for i, token in enumerate(text)]
+    return [Task(inputs, labels, masks.sliding_window(len(text), 3))]
+
+
+def random_order(text):
+    """Each token from some of those before it in a random order, at shuffled positions of the task."""
+    draw, n = np.random.default_rng(5), len(text)
+    step = np.append(0, 1 + draw.permutation(n - 1))  # the prompt is token 0
+    allow = (step[:, None] > step) & (draw.random((n, n)) < 0.4) | np.eye(n, dtype=bool)
+    place = np.argsort(step)
+    labels = [Label(place[t], Token(text[place[t + 1]], place[t + 1])) for t in range(n - 1)]
+    return [Task([Token(token, i) for i, token in enumerate(text)], labels, masks.from_dense(torch.from_numpy(allow)))]
+
+
 FAMILIES = {  # the family of a text, the part of it that verifies, tokens of the prompt
     "causal": (tasks.causal_lm, tasks.causal_lm, 5),
     "blocks": (partial(tasks.block_two_stream, block=4, mask_token=MASK),) * 2 + (4,),
@@ -25,6 +45,9 @@ FAMILIES = {  # the family of a text, the part of it that verifies, tokens of th
     "permuted": (partial(tasks.permutation_lm, permutation=ORDER, mask_token=MASK),) * 2 + (0,),
     "whole": (lambda text: tasks.masked_lm(text, range(len(text)), mask_token=MASK),) * 2 + (0,),
     "drafts": (partial(speculative, horizon=HORIZON), tasks.causal_lm, 5),
+    "look-ahead": (partial(speculative, horizon=2, ahead=1), tasks.causal_lm, 3),
+    "after a mean": (after_a_mean,) * 2 + (0,),
+    "random": (random_order,) * 2 + (1,),
 }
 
 
@@ -67,7 +90,7 @@ def test_every_token_is_what_the_merged_task_says(kind, attention, name):
     assert len(text) == N
     assert [expected[place] for place in range(length, N)] == text[length:]
     assert len(set(expected.values())) > 3 or name == "whole"  # where every place reads the same
-    if name != "drafts":
+    if name not in ("drafts", "look-ahead"):
         assert written.passes == len(tasks.decoder(family(range(N)), range(length)).passes)
 
 
@@ -96,6 +119,8 @@ def test_a_batch_gives_each_text_what_it_gives_alone(name):
     family, _, _ = FAMILIES[name]
     model, plan = tiny("Llama"), tasks.decoder(family(range(N)))
     prompts = [prompt_of(length, length) for length in (8, 4, 12, 4)]
+    if name == "random":
+        prompts = [[3], [5, *[None] * 4, 6], [9]]
     if name == "permuted":
         prompts = [[5 if place in ORDER[:k] else None for place in range(N)] for k in (3, 0, 7)]
     with precision(model, torch.float64):

@@ -90,8 +90,10 @@ class CachedPasses:
 class Choice:
     """Chooses tokens: fills places by the surest ones (MaskGIT's schedule, arXiv:2202.04200), and verifies drafts."""
 
-    def __init__(self, per_pass: int | None, threshold: float | None, temperature: float | None, seed: int) -> None:
-        self._per_pass = None if per_pass is None else integer("per_pass", per_pass, 1)
+    def __init__(
+        self, places: int | None, per_pass: int | None, threshold: float | None, temperature: float | None, seed: int
+    ) -> None:
+        self._per_pass = None if per_pass is None else integer("per_pass", per_pass, 1, places)
         self._threshold = None if threshold is None else number("threshold", threshold, 0.0)
         if threshold is not None and per_pass is None:
             raise ValueError("threshold needs per_pass, the least number of places that a pass fills")

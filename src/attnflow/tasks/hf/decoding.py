@@ -117,7 +117,7 @@ def generate(
     if not isinstance(plan, Decoder):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"expected a plan that af.tasks.decoder(family) made, got {type(plan).__name__}")
     most = None if max_new_tokens is None else integer("max_new_tokens", max_new_tokens)
-    choice = Choice(per_pass, threshold, temperature, seed)
+    choice = Choice(None, per_pass, threshold, temperature, seed)
     texts = _texts("prompt", prompt, holes=True)
     return _write(model, [plan] * len(texts), texts, most, choice, "prompt", draft, eos_token)
 
@@ -173,9 +173,7 @@ def generate_blocks(
     (3, [6, 6])
     """
     block, most, blank = integer("block", block, 1), integer("max_new_tokens", max_new_tokens), mask_id(mask_token)
-    if per_pass is not None:
-        integer("per_pass", per_pass, 1, block)
-    choice = Choice(per_pass, threshold, temperature, seed)
+    choice = Choice(block, per_pass, threshold, temperature, seed)
     texts = _texts("ids", ids)
     blocks = max(1, -(-(max(map(len, texts)) + most) // block))
     family = block_two_stream(np.zeros(blocks * block, np.int64), block, True, blank, clean)
@@ -225,9 +223,7 @@ def infill(
     (2, 4)
     """
     length, blank = integer("length", length, 1), mask_id(mask_token)
-    if per_pass is not None:
-        integer("per_pass", per_pass, 1, length)
-    choice = Choice(per_pass, threshold, temperature, seed)
+    choice = Choice(length, per_pass, threshold, temperature, seed)
     before, after = _texts("left", left), _texts("right", right)
     if len(before) != len(after):
         raise ValueError(f"left and right must have the same number of texts, got {len(before)} and {len(after)}")
@@ -272,7 +268,7 @@ def _write(
     ends = _end_tokens(network, eos_token)
     run = CachedPasses(network, texts)
     with evaluating(network):
-        while live := [i for i, text in enumerate(texts) if not _ended(text.tokens[wanted[i]], ends)]:
+        while live := [i for i, text in enumerate(texts) if -1 in _until(text.tokens[wanted[i]], ends)]:
             for i in live if draft is not None else ():
                 _plant(texts[i], wanted[i], cast(Drafts, draft), run.vocabulary)
             feeds = {i: texts[i].feed() for i in live}
@@ -286,12 +282,9 @@ def _write(
 
 
 def _until(tokens: IntArray, ends: frozenset[int]) -> tuple[int, ...]:
+    """The tokens up to the first one that ends a text; -1 is one that is not yet written."""
     last = next((place for place, token in enumerate(tokens.tolist()) if token in ends), len(tokens))
     return tuple(tokens[: last + 1].tolist())
-
-
-def _ended(tokens: IntArray, ends: frozenset[int]) -> bool:
-    return -1 not in _until(tokens, ends)
 
 
 def _plant(text: Writing, wanted: IntArray, draft: Drafts, vocabulary: int) -> None:
@@ -316,14 +309,12 @@ def _texts(name: str, ids: object, holes: bool = False) -> list[IntArray]:
     several = nested or (isinstance(ids, Tensor | np.ndarray) and ids.ndim == 2)
     texts = list[IntArray]()
     for row in cast("Sequence[object]", ids) if several else [ids]:
-        known = [token for token in row if token is not None] if holes and isinstance(row, list | tuple) else row
-        tokens = index_array(name, known)
-        if len(tokens) and int(tokens.min()) < 0:
+        known = holes and isinstance(row, list | tuple)
+        listed = [-1 if token is None else token for token in cast("Sequence[object]", row)] if known else row
+        tokens = index_array(name, listed)
+        unknown = cast("Sequence[object]", row).count(None) if known else 0
+        if int((tokens < 0).sum()) > unknown:
             raise ValueError(f"{name} must hold token ids of at least 0, got {tokens.min()}")
-        if known is not row:
-            places = [place for place, token in enumerate(cast("Sequence[object]", row)) if token is not None]
-            tokens, given = np.full(len(cast("Sequence[object]", row)), -1), tokens
-            tokens[places] = given
         texts.append(tokens)
     return texts
 
