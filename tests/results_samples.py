@@ -102,6 +102,7 @@ PLAIN: dict[Any, Any] = {
 }
 DTYPES = {"Float": "float32", "Float32": "float32", "Float64": "float64", "Bool": "bool", "Int": "int64"}
 MAKERS: dict[str, Callable[[], Any]] = {
+    "Decoder": lambda: af.tasks.decoder(af.tasks.causal_lm([5] * LENGTH)),
     "Flow": lambda: af.order.analyze([af.masks.causal(LENGTH)] * 2),
     "MeasuredOrder": lambda: MeasuredOrder(
         "Model", 5, {"input_ids": [[1, 2]]}, (MAKERS["Flow"](),), "sdpa", {"torch": "2"}

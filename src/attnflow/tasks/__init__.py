@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
 from attnflow.tasks.collation import Collator, loss
+from attnflow.tasks.decoder import Decoder, decoder
 from attnflow.tasks.embedding import average_embeddings
 from attnflow.tasks.extra_tokens import gist, look_ahead
 from attnflow.tasks.families import (
@@ -22,10 +23,11 @@ from attnflow.tasks.task import Label, Task, Token
 from attnflow.tasks.verification import verify
 
 if TYPE_CHECKING:
-    from attnflow.tasks.hf import generate_blocks, infill, score, share_prefixes
+    from attnflow.tasks.hf import generate, generate_blocks, infill, score, share_prefixes
 
 __all__ = [
     "Collator",
+    "Decoder",
     "Label",
     "Task",
     "Token",
@@ -35,6 +37,8 @@ __all__ = [
     "butterfly",
     "causal_lm",
     "check",
+    "decoder",
+    "generate",
     "generate_blocks",
     "gist",
     "infill",

@@ -22,7 +22,7 @@ from attnflow.tasks.tokens import Ragged, TokenSequence, TokenTable
 Family = tuple[Task, ...]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 Masked = Sequence[int] | Literal["random"] | None
-Stream = Literal["block", "causal"]
+Clean = Literal["block", "causal"]
 _Read = Callable[[int, int], tuple[IntArray, Mask]]  # from the first and last place of a block to what it reads
 
 _MOST_POSITIONS: Final = 1 << 27  # of all subtasks of a family together: 1 GB
@@ -64,7 +64,11 @@ def multi_token_prediction(tokens: TokenIds, horizon: int) -> Family:
 
 
 def block_two_stream(
-    tokens: TokenIds, block: int, predict_first: bool = False, mask_token: int | None = None
+    tokens: TokenIds,
+    block: int,
+    predict_first: bool = False,
+    mask_token: int | None = None,
+    clean: Clean = "block",
 ) -> Family:
     """Generate block by block: tau_k reads k blocks and `block` [MASK]s in the place of the next (hasse, sec. 4.2).
 
@@ -77,6 +81,8 @@ def block_two_stream(
         block: tokens per block; must divide their number.
         predict_first: add the task that predicts block 0 from nothing, which the paper leaves out.
         mask_token: vocabulary id of [MASK]; required, since no id is free in every vocabulary.
+        clean: what a clean token reads: "block", all blocks up to its own, or "causal", the tokens up to itself. The
+            merged mask of "causal" is causal on the clean tokens (SBD, I-DLM); decode it by the same `clean`.
 
     >>> [task.size for task in block_two_stream([5, 6, 7, 8, 9, 9], 2, mask_token=0)]
     [4, 6]
@@ -91,7 +97,7 @@ def block_two_stream(
             "pass more tokens, a smaller block, or predict_first=True"
         )
     fit(num_blocks, n * (num_blocks + 1) // 2)
-    return _denoising(data, block, None, _blocks_before(n, block), start=0 if predict_first else block)
+    return _denoising(data, block, None, _streams(n, block, clean), start=0 if predict_first else block)
 
 
 def butterfly(
@@ -126,7 +132,7 @@ def butterfly(
             raise ValueError(f"butterfly needs at least 2 blocks, got {n} tokens in 1 block of {block}")
         fit(n // block, n // block * n)
         place = np.arange(n)
-        return _denoising(data, block, masked, lambda first, last: (place, _towards(n, first, last)))
+        return _denoising(data, block, masked, lambda first, last: (place, towards(n, first, last)))
     if masked is not None:
         raise ValueError("masked needs block=...; without block, each token is predicted from all others")
     fit(n, n * n)
@@ -136,27 +142,26 @@ def butterfly(
     table = TokenTable.stack([data.table.take(place), TokenTable(Ragged.of(ids), place, neighbours)])
     labels = data.labels(place, place, place)
     return tuple(
-        Task(TokenSequence(table, np.where(place == k, n + k, place)), labels.part(k, k + 1), _towards(n, k, k + 1))
+        Task(TokenSequence(table, np.where(place == k, n + k, place)), labels.part(k, k + 1), towards(n, k, k + 1))
         for k in range(n)
     )
 
 
-def _blocks_before(n: int, block: int) -> _Read:
-    rows = block_causal(n, block).intervals()
-    return lambda _, last: (np.arange(last), beginning(rows, "block_causal", n=last, block=block))
-
-
-def _streams(n: int, block: int, clean: Stream, noisy: Stream) -> _Read:
-    """Rows of a masked block behind clean ones; each reads everything before its end."""
-    place = np.arange(n)
+def _streams(n: int, block: int, clean: Clean, noisy: Clean = "block") -> _Read:
+    """What a masked block and the clean tokens before it read; the block reads all of these."""
+    for name, stream in (("clean", clean), ("noisy", noisy)):
+        if stream not in ("block", "causal"):
+            raise ValueError(f'{name} must be "block" or "causal", got {stream!r}')
+    place, blocks = np.arange(n), block_causal(n, block).intervals() if clean == noisy == "block" else None
     ends = {"causal": place + 1, "block": (place // block + 1) * block}
 
     def read(first: int, last: int) -> tuple[IntArray, Mask]:
+        if blocks is not None:
+            return place[:last], beginning(blocks, "block_causal", n=last, block=block)
         own = ends["causal"][first:last] if noisy == "causal" else np.full(last - first, last)
         rows = IntervalRows.build(place[:last], 0, np.append(ends[clean][:first], own), last, last)
-        return place[:last], Mask(
-            rows, "block_behind_clean", {"n": last, "first": first, "clean": clean, "noisy": noisy}
-        )
+        parameters = {"n": last, "first": first, "clean": clean, "noisy": noisy}
+        return place[:last], Mask(rows, "block_behind_clean", parameters)
 
     return read
 
@@ -224,8 +229,8 @@ def block_diffusion(
     masked: Masked = None,
     mask_token: int | None = None,
     *,
-    clean: Stream = "block",
-    noisy: Stream = "block",
+    clean: Clean = "block",
+    noisy: Clean = "block",
     next_token: bool = False,
     prompt: int = 0,
 ) -> Family:
@@ -259,17 +264,14 @@ def block_diffusion(
     data = Data(tokens, 1, True, mask_token)
     n = data.size
     block, prompt = integer("block", block, 1), integer("prompt", prompt, 0, n)
-    for name, stream in (("clean", clean), ("noisy", noisy)):
-        if stream not in ("block", "causal"):
-            raise ValueError(f'{name} must be "block" or "causal", got {stream!r}')
     if boolean("next_token", next_token) and clean != "causal":
         raise ValueError('next_token needs clean="causal": inside a clean block, each token would read its label')
     num_blocks = divides("the number of tokens" + " after the prompt" * (prompt > 0), n - prompt, block)
     if clean == "block":
         divides("the length of the prompt", prompt, block)
     fit(num_blocks, n * (num_blocks + 1) // 2)
-    read = _blocks_before(n, block) if clean == noisy == "block" else _streams(n, block, clean, noisy)
-    return (*(causal_lm(data.ids) if next_token else ()), *_denoising(data, block, masked, read, prompt))
+    denoising = _denoising(data, block, masked, _streams(n, block, clean, noisy), prompt)
+    return (*(causal_lm(data.ids) if next_token else ()), *denoising)
 
 
 def butterfly_as_printed(n: int) -> Mask:
@@ -361,7 +363,7 @@ def _places(name: str, values: Sequence[int], n: int) -> IntArray:
     return np.sort(places)
 
 
-def _towards(n: int, first: int, last: int) -> Mask:
+def towards(n: int, first: int, last: int) -> Mask:
     """The mask j <= i < first or last <= i <= j, where both sides flow to [first, last), which reads everything."""
     i = np.arange(n)
     rows = IntervalRows.build(i, np.where(i < last, 0, i), np.where(i < first, i + 1, n), n, n)

@@ -1,28 +1,30 @@
-"""Decoding for models trained on merged tasks: `generate_blocks` writes text block by block, `infill` fills a gap."""
+"""Decoding for models trained on merged tasks: `generate` runs the plan that `decoder` derives from their family."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from attnflow._core.checks import index_array, integer, number
-from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.checks import IntArray, index_array, integer
 from attnflow._core.results import Result
-from attnflow.masks.hf.selfcheck import check_stack
-from attnflow.models.anatomy.sites import mixers_beside
-from attnflow.models.arguments import CACHES
 from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject
-from attnflow.tasks.embedding import additive, require_runnable
-from attnflow.tasks.families import mask_id
+from attnflow.tasks.decoder import Decoder, decoder
+from attnflow.tasks.families import Clean, block_two_stream, mask_id, towards
+from attnflow.tasks.hf.cached import CachedPasses, Choice, decodable, require_room
+from attnflow.tasks.task import Label, Task, Token
+from attnflow.tasks.trained import require_trained
+from attnflow.tasks.writing import Feed, Writing
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
+Partial = Sequence[int | None] | Sequence[Sequence[int | None]] | Tensor
+Drafts = Callable[[list[int]], Sequence[int] | Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,71 @@ class Decoded(Result):
         return f"{written} new tokens in {self.passes} passes: {self.tokens_per_pass:.2f} per pass"
 
 
-@torch.no_grad()
+def generate(
+    model: nn.Module | Loaded,
+    plan: Decoder,
+    prompt: Partial,
+    *,
+    max_new_tokens: int | None = None,
+    draft: Drafts | None = None,
+    per_pass: int | None = None,
+    threshold: float | None = None,
+    temperature: float | None = None,
+    seed: int = 0,
+    eos_token: int | Sequence[int] | None = None,
+) -> Decoded:
+    """Write a text by the plan of a family (`decoder`), with the model's cache: what its merged task says, exactly.
+
+    Each pass feeds the positions that the tokens to be written next need and the cache lacks, under the task's mask.
+    What is not final then leaves the cache. Where the family drafts (some positions predict a token from less than
+    another), a pass also runs the drafts' own positions, verifies them and makes the next drafts: self-speculation.
+    The text is then the verifying position's own, token by token under greedy choice, and in distribution otherwise.
+
+    Args:
+        model: a language model without recurrent layers, run by "sdpa" or "eager", or what `load_model` returns. If it
+            comes from a folder in which `Decoder.save` stored how its family decodes, other plans are refused.
+        plan: the decoder of a family as long as the longest text.
+        prompt: token ids of data tokens 0, 1, ... of one text, [batch, n] of several, or a list of texts of any
+            lengths. None in a list is a place to be written, as is all after the end.
+        max_new_tokens: tokens to write, the first unknown ones; by default all.
+        draft: given the known ids, proposes how the text goes on: a list of ids, or several lists, which form a tree.
+            A pass verifies all of it, for families that write one token after another. It must not know the tokens that
+            will be drawn.
+        per_pass: how many of the tokens that can be written a pass writes at least; by default all. The next pass sees
+            them in place of their [MASK]s.
+        threshold: with `per_pass`, write also all tokens of at least this probability.
+        temperature: for sampling, above 0; by default the most probable token is taken.
+        seed: of the sampling.
+        eos_token: id or ids that end a text; by default those of the model's generation config, -1 for none.
+
+    Raises:
+        UnsupportedArchitecture: the model takes no 4D mask, positions or cache, or has recurrent parts.
+        ValueError: a token cannot be written from this prompt; the plan is shorter than the prompt, or computes
+            something else than the model was trained for; an argument out of range; more positions than the model has;
+            a position predicts several tokens and the model's logits are not [batch, n, heads, vocabulary].
+
+    Cost: see `plan.passes`: a pass over the prompt under a dense mask, then a pass over a few rows each time. Drafts of
+    the family cost horizon rows after each draft. A sequence that has ended keeps running with its batch.
+
+    >>> import attnflow as af
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
+    >>> plan = af.tasks.decoder(af.tasks.causal_lm(range(12)))
+    >>> plain = generate(model, plan, [5, 6, 7], max_new_tokens=6, eos_token=-1)
+    >>> drafted = generate(
+    ...     model, plan, [5, 6, 7], max_new_tokens=6, eos_token=-1, draft=lambda ids: plain.tokens[0][len(ids) - 3 :])
+    >>> drafted.tokens == plain.tokens, plain.passes, drafted.passes
+    (True, 6, 1)
+    """
+    if not isinstance(plan, Decoder):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"expected a plan that af.tasks.decoder(family) made, got {type(plan).__name__}")
+    most = None if max_new_tokens is None else integer("max_new_tokens", max_new_tokens)
+    choice = Choice(None, per_pass, threshold, temperature, seed)
+    texts = _texts("prompt", prompt, holes=True)
+    return _write(model, [plan] * len(texts), texts, most, choice, "prompt", draft, eos_token)
+
+
 def generate_blocks(
     model: nn.Module | Loaded,
     ids: Ids,
@@ -63,6 +129,7 @@ def generate_blocks(
     *,
     max_new_tokens: int = 64,
     mask_token: int | None = None,
+    clean: Clean = "block",
     per_pass: int | None = None,
     threshold: float | None = None,
     temperature: float | None = None,
@@ -71,30 +138,27 @@ def generate_blocks(
 ) -> Decoded:
     """Write text block by block with a model trained on `block_two_stream` or `block_diffusion`.
 
-    A pass reads [clean block k | block k + 1, masked] after the cache of blocks 0..k-1, exactly what the merged task
-    computes: clean tokens read all blocks up to their own, masks also one another. The masks then leave the cache. One
-    pass writes a block. With `per_pass` a block takes block / per_pass passes: each fills the most probable places, and
-    the next pass sees them. Train such a model with `block_diffusion(..., masked="random")`.
+    It is `generate` by the decoder of `block_two_stream`. A pass reads [clean block k | block k + 1, masked] after the
+    cache of blocks 0..k-1. The masks then leave the cache. One pass writes a block. With `per_pass` a block takes block
+    / per_pass passes: each fills the most probable places, and the next pass sees them. Train such a model with
+    `block_diffusion(..., masked="random")`.
 
     Blocks begin at multiples of `block`. A prompt that ends within a block leaves it partly filled; a model trained
     only on fully masked blocks has never seen that.
 
     Args:
-        model: a causal language model without recurrent layers, run by "sdpa" or "eager", or what `load_model` returns.
+        model: as in `generate`.
         ids: token ids of one prompt, [batch, n] of several, or a list of prompts of any lengths; may be empty if the
             first block was trained too (`predict_first=True`).
         block: tokens per block, as in training.
         max_new_tokens: tokens to write.
         mask_token: id of [MASK], as in training; required.
+        clean: what a clean token reads, as in training: "block", all of its block, or "causal", the tokens up to it.
         per_pass: how many places a pass fills at least; by default the whole block.
-        threshold: with `per_pass`, fill also all places whose token has at least this probability.
-        temperature: for sampling, above 0; by default the most probable token is taken.
-        seed: of the sampling.
-        eos_token: id or ids that end a text; by default those of the model's generation config, -1 for none.
+        threshold, temperature, seed, eos_token: as in `generate`.
 
     Raises:
-        UnsupportedArchitecture: the model takes no 4D mask, positions or cache, or has recurrent parts.
-        ValueError: an argument out of range, or more positions than the model has.
+        UnsupportedArchitecture, ValueError: as in `generate`.
 
     Cost: a pass over the prompt under a dense mask, then a pass of 2 x block tokens for each block; with `per_pass`
     another block / per_pass - 1 passes of `block` tokens. A sequence that has ended keeps running with its batch.
@@ -109,46 +173,14 @@ def generate_blocks(
     (3, [6, 6])
     """
     block, most, blank = integer("block", block, 1), integer("max_new_tokens", max_new_tokens), mask_id(mask_token)
-    choice = _Choice(block, per_pass, threshold, temperature, seed)
-    texts = _prompts("ids", ids)
-    longest = max(map(len, texts))
-    run = _CachedPasses(Subject.of(model), -(-(longest + most) // block) * block, "ids", texts, blank)
-    ends = _end_tokens(run.model, eos_token)
-    whole = [len(text) // block * block for text in texts]  # the clean tokens of each, all of its whole blocks
-    slots = max(whole)
-    pads = torch.tensor([slots - own for own in whole])
-    clean = torch.tensor([[0] * (slots - own) + text[:own] for text, own in zip(texts, whole, strict=True)])
-    clean = clean.reshape(len(texts), slots).to(torch.int64)
-    begun = [text[own:] for text, own in zip(texts, whole, strict=True)]
-    written: list[list[int]] = [[] for _ in texts]
-    with evaluating(run.model):
-        while not all(len(new) >= most or not ends.isdisjoint(new) for new in written):
-            held = torch.tensor([len(known) for known in begun])[:, None]
-            tokens = torch.tensor([known + [blank] * (block - len(known)) for known in begun])
-            hidden = torch.arange(block) >= held
-            while bool(hidden.any()):
-                rows = torch.cat([clean, tokens], dim=1)
-                place = run.past + torch.arange(rows.shape[1]) - pads[:, None]
-                logits = run.run(rows, place.clamp(min=0), _block_rows(pads, run.past, rows.shape[1], block), block)
-                clean = clean[:, :0]
-                tokens, hidden = choice.fill(tokens, hidden, logits)
-            clean = tokens
-            for new, row, known in zip(written, clean.tolist(), begun, strict=True):
-                new += row[len(known) :]
-            begun = [[] for _ in texts]
-    last = [next((place for place, token in enumerate(new) if token in ends), most) for new in written]
-    return Decoded(tuple(tuple(new[: min(end + 1, most)]) for new, end in zip(written, last, strict=True)), run.passes)
+    choice = Choice(block, per_pass, threshold, temperature, seed)
+    texts = _texts("ids", ids)
+    blocks = max(1, -(-(max(map(len, texts)) + most) // block))
+    family = block_two_stream(np.zeros(blocks * block, np.int64), block, True, blank, clean)
+    plan = decoder(family[min(min(map(len, texts)) // block, blocks - 1) :])  # no task of what is given
+    return _write(model, [plan] * len(texts), texts, most, choice, "ids", None, eos_token)
 
 
-def _block_rows(pads: Tensor, past: int, rows: int, block: int) -> Bool[Tensor, "batch q k"]:
-    """A row reads the blocks up to its own; leading pads, whole blocks of them, read only themselves."""
-    query, key = past + torch.arange(rows), torch.arange(past + rows)
-    earlier = key // block <= query[:, None] // block
-    itself = key == query[:, None]
-    return (earlier & (key >= pads[:, None])[:, None, :]) | itself
-
-
-@torch.no_grad()
 def infill(
     model: nn.Module | Loaded,
     left: Ids,
@@ -163,12 +195,12 @@ def infill(
 ) -> Decoded:
     """Fill a gap of `length` tokens between `left` and `right` with a model trained on `butterfly(..., block=length)`.
 
-    The left side is read causally and the right side from its end backwards. `length` [MASK]s in the gap read both
-    sides and one another, exactly as in the merged task. With `per_pass` the gap is filled in several passes as in
-    `generate_blocks`; train with `butterfly(..., block=length, masked="random")`.
+    It is `generate` by the decoder of one task of that family. The left side is read causally and the right side from
+    its end backwards. `length` [MASK]s in the gap read both sides and one another. With `per_pass` the gap is filled in
+    several passes as in `generate_blocks`; train with `butterfly(..., block=length, masked="random")`.
 
     Args:
-        model: a language model without recurrent layers, run by "sdpa" or "eager", or what `load_model` returns.
+        model: as in `generate`.
         left: token ids before the gap, [batch, n] of several texts or a list of any lengths; may be empty.
         right: token ids after it, in the same form.
         length: tokens to write, as many as were masked in training.
@@ -176,8 +208,8 @@ def infill(
         per_pass, threshold, temperature, seed: as in `generate_blocks`.
 
     Raises:
-        UnsupportedArchitecture: as in `generate_blocks`.
-        ValueError: an argument out of range, unequal numbers of left and right sides, or both sides empty.
+        UnsupportedArchitecture: as in `generate`.
+        ValueError: as in `generate`; or unequal numbers of left and right sides, or both sides empty.
 
     Cost: a pass over both sides and the gap under a dense mask; with `per_pass` also length / per_pass - 1 passes of
     `length` tokens.
@@ -191,158 +223,100 @@ def infill(
     (2, 4)
     """
     length, blank = integer("length", length, 1), mask_id(mask_token)
-    choice = _Choice(length, per_pass, threshold, temperature, seed)
-    before, after = _prompts("left", left), _prompts("right", right)
+    choice = Choice(length, per_pass, threshold, temperature, seed)
+    before, after = _texts("left", left), _texts("right", right)
     if len(before) != len(after):
         raise ValueError(f"left and right must have the same number of texts, got {len(before)} and {len(after)}")
     sides = list(zip(before, after, strict=True))
-    if not all(one or other for one, other in sides):
+    if not all(len(one) or len(other) for one, other in sides):
         raise ValueError("a gap needs tokens on at least one side, got none on either")
-    positions = max(len(one) + len(other) for one, other in sides) + length
-    run = _CachedPasses(Subject.of(model), positions, "left and right", [*before, *after], blank)
-    ids, places = _context(sides, length)
-    gap = torch.tensor([len(one) for one in before])[:, None] + torch.arange(length)
-    tokens, hidden = torch.full(gap.shape, blank), torch.ones(gap.shape, dtype=torch.bool)
-    first = max(map(len, before))
-    with evaluating(run.model):
-        while bool(hidden.any()):
-            fresh = run.past == 0
-            rows = torch.cat([ids, tokens], dim=1) if fresh else tokens
-            positions = torch.cat([places.clamp(min=0), gap], dim=1) if fresh else gap
-            logits = run.run(rows, positions, _gap_rows(places, first, length)[:, -rows.shape[1] :], length)
-            tokens, hidden = choice.fill(tokens, hidden, logits)
-    return Decoded(tuple(tuple(row) for row in tokens.tolist()), run.passes)
+    plans: dict[tuple[int, int], Decoder] = {}
+    for first, rest in {(len(one), len(other)) for one, other in sides}:
+        gap, n = range(first, first + length), first + length + rest
+        inputs = [Token(blank, place, ()) if place in gap else Token(0, place) for place in range(n)]
+        task = Task(inputs, [Label(place, Token(0, place)) for place in gap], towards(n, first, first + length))
+        plans[first, rest] = decoder(task)
+    texts = [np.concatenate([one, np.full(length, -1), other]) for one, other in sides]
+    chosen = [plans[len(one), len(other)] for one, other in sides]
+    return _write(model, chosen, texts, None, choice, "left and right", None, -1)
 
 
-def _context(sides: list[tuple[list[int], list[int]]], length: int) -> tuple[Tensor, Tensor]:
-    """(ids, positions) of [left, padded before | right, padded after]; pads have position -1."""
-    first, last = max(len(one) for one, _ in sides), max(len(other) for _, other in sides)
-    ids = torch.zeros((len(sides), first + last), dtype=torch.int64)
-    places = torch.full(ids.shape, -1)
-    for row, (one, other) in enumerate(sides):
-        left, right = slice(first - len(one), first), slice(first, first + len(other))
-        start = len(one) + length
-        ids[row, left], places[row, left] = torch.tensor(one, dtype=torch.int64), torch.arange(len(one))
-        ids[row, right], places[row, right] = torch.tensor(other, dtype=torch.int64), start + torch.arange(len(other))
-    return ids, places
+@torch.no_grad()
+def _write(
+    model: nn.Module | Loaded,
+    plans: Sequence[Decoder],
+    prompts: Sequence[IntArray],
+    most: int | None,
+    choice: Choice,
+    name: str,
+    draft: Drafts | None,
+    eos_token: int | Sequence[int] | None,
+) -> Decoded:
+    network = decodable(Subject.of(model))
+    texts = list[Writing]()
+    for plan, prompt in zip(plans, prompts, strict=True):
+        facts = plan.facts
+        if len(prompt) > facts.num_tokens:
+            raise ValueError(
+                f"{name} has {len(prompt)} tokens, but the plan is for {facts.num_tokens}: make it of a longer family"
+            )
+        texts.append(Writing(facts, np.append(prompt, np.full(facts.num_tokens - len(prompt), -1))))
+    wanted = [np.flatnonzero(text.tokens < 0)[:most] for text in texts]
+    require_room(network, texts, wanted, name)
+    for plan in {id(plan): plan for plan in plans}.values():
+        require_trained(plan.facts, network.name_or_path)
+    ends = _end_tokens(network, eos_token)
+    run = CachedPasses(network, texts)
+    with evaluating(network):
+        while live := [i for i, text in enumerate(texts) if -1 in _until(text.tokens[wanted[i]], ends)]:
+            for i in live if draft is not None else ():
+                _plant(texts[i], wanted[i], cast(Drafts, draft), run.vocabulary)
+            feeds = {i: texts[i].feed() for i in live}
+            logits = run.run(feeds)
+            kept: dict[int, tuple[Feed, np.ndarray]] = {}
+            for i, feed in feeds.items():
+                kept[i] = feed, choice.advance(texts[i], feed, logits[i], wanted[i])
+            run.settle(kept)
+    written = [_until(text.tokens[places], ends) for text, places in zip(texts, wanted, strict=True)]
+    return Decoded(tuple(written), run.passes)
 
 
-def _gap_rows(places: Tensor, first: int, length: int) -> Bool[Tensor, "batch n n"]:
-    """In [left | right | gap] left reads backwards, right forwards, the gap everything; pads read themselves."""
-    real = torch.cat([places >= 0, torch.ones(len(places), length, dtype=torch.bool)], dim=1)
-    n = real.shape[1]
-    kind = (torch.arange(n) >= first).long() + (torch.arange(n) >= n - length).long()  # 0 left, 1 right, 2 gap
-    query, key = torch.arange(n)[:, None], torch.arange(n)
-    same = kind[:, None] == kind
-    flows = (same & (kind == 0) & (key <= query)) | (same & (kind == 1) & (key >= query)) | (kind == 2)[:, None]
-    return (flows & real[:, None, :] & real[:, :, None]) | (query == key)
+def _until(tokens: IntArray, ends: frozenset[int]) -> tuple[int, ...]:
+    """The tokens up to the first one that ends a text; -1 is one that is not yet written."""
+    last = next((place for place, token in enumerate(tokens.tolist()) if token in ends), len(tokens))
+    return tuple(tokens[: last + 1].tolist())
 
 
-class _CachedPasses:
-    """A model with a cache of all it has read: only a mask limits that. Ids outside the vocabulary are refused."""
-
-    def __init__(
-        self, subject: Subject, positions: int, name: str, texts: Sequence[Sequence[int]], mask_token: int
-    ) -> None:
-        self.model = _decodable(subject, positions)
-        self.passes = self.past = 0
-        weight = next(self.model.get_input_embeddings().parameters())
-        self._device, self._dtype = weight.device, weight.dtype
-        self._cache, self._argument = DynamicCache(), cast(str, subject.accepted(*CACHES))
-        self._keeps = subject.accepts("logits_to_keep")
-        for what, rows in ((name, texts), ("mask_token", [[mask_token]])):
-            wrong = next((token for row in rows for token in row if not 0 <= token < len(weight)), None)
-            if wrong is not None:
-                raise ValueError(
-                    f"{what} must hold ids of the {len(weight)} entries of the model's vocabulary, got {wrong}"
-                )
-
-    def run(
-        self,
-        ids: Int[Tensor, "batch q"],
-        positions: Int[Tensor, "batch q"],
-        allow: Bool[Tensor, "batch q k"],
-        rows: int,
-    ) -> Float[Tensor, "batch rows vocabulary"]:
-        """Logits of the last `rows` rows, which then leave the cache; `allow` is over the cache, then the pass."""
-        arguments: dict[str, Any] = {
-            "input_ids": ids.to(self._device),
-            "position_ids": positions.to(self._device),
-            "attention_mask": additive(allow.to(self._device), self._dtype)[:, None],
-            self._argument: self._cache,
-            "use_cache": True,
-        }
-        if self._keeps:
-            arguments["logits_to_keep"] = rows
-        logits = cast(Tensor, self.model(**arguments).logits)
-        self.passes += 1
-        self._cache.crop(-rows)
-        self.past += ids.shape[1] - rows
-        return logits[:, -rows:]
-
-
-class _Choice:
-    """Fills masked places pass by pass (MaskGIT's schedule, arXiv:2202.04200), by the best tokens or by drawn ones."""
-
-    def __init__(
-        self, places: int, per_pass: int | None, threshold: float | None, temperature: float | None, seed: int
-    ) -> None:
-        self._per_pass = places if per_pass is None else integer("per_pass", per_pass, 1, places)
-        self._threshold = None if threshold is None else number("threshold", threshold, 0.0)
-        if threshold is not None and per_pass is None:
-            raise ValueError("threshold needs per_pass, the least number of places that a pass fills")
-        self._temperature = None if temperature is None else number("temperature", temperature)
-        if self._temperature is not None and self._temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {temperature}; leave it out to take the best token")
-        self._generator = torch.Generator().manual_seed(integer("seed", seed))
-
-    def fill(
-        self,
-        tokens: Int[Tensor, "batch places"],
-        hidden: Bool[Tensor, "batch places"],
-        logits: Float[Tensor, "batch places vocabulary"],
-    ) -> tuple[Int[Tensor, "batch places"], Bool[Tensor, "batch places"]]:
-        """(tokens, hidden) with the surest places filled; drawn on the CPU, where a seed draws the same."""
-        flat = logits.cpu().reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
-        if self._temperature is None:
-            chances, drawn = flat.softmax(dim=-1), flat.argmax(dim=-1)[:, None]
-        else:
-            chances = (flat / self._temperature).softmax(dim=-1)
-            drawn = torch.multinomial(chances, 1, generator=self._generator)
-        sure = chances.gather(-1, drawn).reshape(hidden.shape).masked_fill(~hidden, -1.0)
-        rank = sure.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        now = rank < self._per_pass
-        if self._threshold is not None:
-            now |= sure >= self._threshold
-        now &= hidden
-        return torch.where(now, drawn.reshape(hidden.shape), tokens), hidden & ~now
-
-
-def _decodable(subject: Subject, positions: int) -> PreTrainedModel:
-    """`model`, if cached passes give what its merged tasks do; refused otherwise, or for too many positions."""
-    require_runnable(subject)
-    model, name, sites = subject.model, subject.kind, subject.sites
-    if not isinstance(model, PreTrainedModel) or subject.accepted(*CACHES) is None:
-        raise UnsupportedArchitecture(f"decoding needs a cache of keys and values, which {name} does not take")
-    mixers = mixers_beside(model, sites)
-    moved = next((site for site in sites if check_stack(model, site.owner, sites).moved), None)
-    if mixers or moved is not None:
-        where = ", ".join(mixers[:4]) or type(cast(Any, moved).owner).__name__
-        raise UnsupportedArchitecture(
-            f"{name} moves information between positions outside its attention ({where}): no mask can keep masked "
-            "positions from later ones, and such a state cannot be cropped as a cache can. Use a model whose positions "
-            "exchange information through attention alone, or model.generate"
+def _plant(text: Writing, wanted: IntArray, draft: Drafts, vocabulary: int) -> None:
+    """Grow the tree of the drafts of a text; a path stops at the end of the tokens that are wanted."""
+    if text.next_place(0) is None:
+        raise ValueError(
+            "drafts are verified one token after another, but this family writes several at once: leave draft out"
         )
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(most, int) and 0 < most < positions:
-        raise ValueError(f"{name} has {most} positions, but the text would take {positions}: ask for fewer tokens")
-    return model
+    proposed = draft(text.tokens[text.tokens >= 0].tolist())
+    for path in _texts("what draft proposes", proposed):
+        leaf = 0
+        for token in path.tolist():
+            place = text.next_place(leaf)
+            if place is None or place not in wanted:
+                break
+            leaf = text.grow(leaf, place, integer("a token of draft", token, 0, vocabulary - 1))
 
 
-def _prompts(name: str, ids: object) -> list[list[int]]:
-    nested = isinstance(ids, Sequence) and len(ids) and isinstance(ids[0], Sequence | Tensor)
-    several = nested or (isinstance(ids, Tensor) and ids.ndim == 2)
-    return [index_array(name, row).tolist() for row in (cast("Sequence[object]", ids) if several else [ids])]
+def _texts(name: str, ids: object, holes: bool = False) -> list[IntArray]:
+    """Token ids of each text; with `holes`, None becomes -1."""
+    nested = isinstance(ids, Sequence) and len(ids) and isinstance(ids[0], Sequence | Tensor | np.ndarray)
+    several = nested or (isinstance(ids, Tensor | np.ndarray) and ids.ndim == 2)
+    texts = list[IntArray]()
+    for row in cast("Sequence[object]", ids) if several else [ids]:
+        known = holes and isinstance(row, list | tuple)
+        listed = [-1 if token is None else token for token in cast("Sequence[object]", row)] if known else row
+        tokens = index_array(name, listed)
+        unknown = cast("Sequence[object]", row).count(None) if known else 0
+        if int((tokens < 0).sum()) > unknown:
+            raise ValueError(f"{name} must hold token ids of at least 0, got {tokens.min()}")
+        texts.append(tokens)
+    return texts
 
 
 def _end_tokens(model: PreTrainedModel, eos_token: int | Sequence[int] | None) -> frozenset[int]:
