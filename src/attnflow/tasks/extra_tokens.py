@@ -10,7 +10,7 @@ from attnflow.masks.intervals import IntervalRows, offsets, ragged
 from attnflow.masks.mask import Mask
 from attnflow.tasks.families import Data, Family, TokenIds, beginning, fit
 from attnflow.tasks.rollout_groups import Numbers, Several, rollouts
-from attnflow.tasks.task import Task
+from attnflow.tasks.task import LabelTable, Task
 from attnflow.tasks.tokens import Ragged, TokenSequence, TokenTable
 
 
@@ -89,12 +89,15 @@ def gist(
     rows = _through_gists(gists, count, max(task.size for task in family))
     tokens = family[0].sequence.table  # the prompt, then the tree of the answers
     is_data = np.append(~is_gist, np.ones(len(tokens) - len(is_gist), np.bool_))
-    made_of = Ragged(offsets(is_data), np.flatnonzero(is_data))
-    table = TokenTable(tokens.ids, tokens.position, made_of)
-    return tuple(
-        Task(TokenSequence(table, task.sequence.index), task.targets, beginning(rows, "gist", n=task.size))
-        for task in family
-    )
+    number = np.cumsum(is_data) - 1  # of the data tokens, among which gist tokens do not count
+    table = TokenTable(tokens.ids, tokens.position, Ragged(offsets(is_data), number[is_data]))
+    tasks: list[Task] = []
+    for task in family:
+        targets = task.targets.table.copy()
+        targets["data_index"] = number[targets["data_index"]]
+        mask = beginning(rows, "gist", n=task.size)
+        tasks.append(Task(TokenSequence(table, task.sequence.index), LabelTable(targets), mask))
+    return tuple(tasks)
 
 
 def _through_gists(gists: IntArray, count: int, size: int) -> IntervalRows:
