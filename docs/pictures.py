@@ -71,6 +71,43 @@ def witness() -> Any:
     return af.report.figure(flow.hasse, highlight=flow.path(0, 6))
 
 
+def objective(family: Any) -> Any:
+    task = af.tasks.merge(family).task
+    data = [token.provenance != frozenset() for token in task.inputs]
+    labels = [f"{'' if is_data else '·'}{token.position}" for token, is_data in zip(task.inputs, data, strict=True)]
+    return af.report.figure(task.mask, labels=labels, size=230)
+
+
+def set_blocks() -> Any:
+    """Set block decoding: a causal stream, and masked blocks that read it. Numbers are places, · is a [MASK]."""
+    return objective(af.tasks.block_diffusion(range(1, 9), 4, None, 0, clean="causal", next_token=True))
+
+
+def causal_blocks() -> Any:
+    """The same with causal blocks (I-DLM)."""
+    return objective(af.tasks.block_diffusion(range(1, 9), 4, None, 0, clean="causal", noisy="causal", next_token=True))
+
+
+def canvas() -> Any:
+    """Masked blocks behind a prompt of four tokens (DiffusionGemma)."""
+    return objective(af.tasks.block_diffusion(range(1, 13), 4, None, 0, clean="causal", prompt=4))
+
+
+def ahead() -> Any:
+    """Two [MASK]s behind each token, which predict the tokens after the next."""
+    return objective(af.tasks.look_ahead(range(1, 8), 3, 0))
+
+
+def gists() -> Any:
+    """Two answers that read a context of six tokens through two gist tokens alone."""
+    return objective(af.tasks.gist(range(1, 7), [[7, 8, 9], [10, 11, 12]], 2, 0))
+
+
+def rollouts() -> Any:
+    """Three responses to a prompt of four tokens, as the tree of their prefixes."""
+    return objective(af.tasks.rollouts(range(1, 5), [[5, 6, 7], [5, 8, 9], [10, 11]]))
+
+
 def gap() -> Any:
     """A gap that is read from both sides: a task of the family Butterfly."""
     task = af.tasks.butterfly(range(12), block=4, mask_token=99)[1]
@@ -179,8 +216,8 @@ def terminal() -> Any:
 
 
 PICTURES: tuple[Callable[[], Any], ...] = (
-    mask, hasse, window, chains, growth, witness, gap, tree, measured, audit, bias, plane, why, trace, flow, page,
-    terminal,
+    mask, hasse, window, chains, growth, witness, gap, set_blocks, causal_blocks, canvas, ahead, gists, rollouts,
+    tree, measured, audit, bias, plane, why, trace, flow, page, terminal,
 )  # fmt: skip
 
 

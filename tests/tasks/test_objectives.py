@@ -8,7 +8,9 @@ import torch
 
 import attnflow as af
 from attnflow import tasks
+from attnflow.models.subject import Subject
 from attnflow.tasks import Label, Task, Token
+from attnflow.tasks.embedding import run
 from attnflow.tasks.merging import embedding
 from tests.models import tiny
 
@@ -201,3 +203,54 @@ def test_the_rectangle_of_diffusion_gemma_is_clean_and_has_a_dead_block():
 def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+M = 15
+LEARNT = {  # the family of a text of 12 tokens, the part of it that verifies what is written, tokens of the prompt
+    "next token": (tasks.causal_lm, None, 4),
+    "look ahead": (partial(tasks.look_ahead, horizon=3, mask_token=M), tasks.causal_lm, 4),
+    "MuToR": (partial(tasks.look_ahead, horizon=3, mask_token=M, chained=False), tasks.causal_lm, 4),
+    "LLaDA": (partial(tasks.masked_lm, masked=None, mask_token=M), None, 0),
+    "BD3-LM": (partial(tasks.block_diffusion, block=4, mask_token=M), None, 4),
+    "SBD": (
+        partial(tasks.block_diffusion, block=4, mask_token=M, clean="causal", next_token=True),
+        tasks.causal_lm,
+        4,
+    ),
+    "I-DLM": (
+        partial(tasks.block_diffusion, block=4, mask_token=M, clean="causal", noisy="causal", next_token=True),
+        tasks.causal_lm,
+        4,
+    ),
+    "DiffusionGemma": (partial(tasks.block_diffusion, block=4, mask_token=M, clean="causal", prompt=4), None, 4),
+    "gist": (lambda text: tasks.gist(text[:8], [text[8:]], 2, gist_token=14), None, 8),
+    "segments": (lambda text: tasks.gist(text[:8], [text[8:]], 1, gist_token=14, segment=3), None, 8),
+    "rollouts": (lambda text: tasks.rollouts(text[:8], [text[8:]]), None, 8),
+}
+
+
+@pytest.mark.parametrize("name", LEARNT)
+def test_it_is_trained_and_then_writes_what_its_task_says(name):
+    family, verifying, known = LEARNT[name]
+    torch.manual_seed(0)
+    model = tiny("Llama", torch.float32, vocab_size=16, num_hidden_layers=2, initializer_range=0.3)
+    collate = tasks.Collator(family)
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2), list[float]()
+    for _ in range(12):
+        batch = collate([list(range(1, 13)), [5, 6, 7, 8, 9, 10, 11, 12, 1, 2, 3, 4]])
+        loss = tasks.loss(model(**{key: value for key, value in batch.items() if key != "labels"}), batch["labels"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0]
+    model.double().eval()
+    written = tasks.generate(model, tasks.decoder(family(range(12))), list(range(1, known + 1)), eos_token=-1)
+    text = [*range(1, known + 1), *written.tokens[0]]
+    assert len(text) == 12
+    task = tasks.merge((verifying or family)(text)).task
+    with torch.no_grad():
+        best = run(Subject(model), task).argmax(dim=-1)
+    assert {label.data_index: label.target_id for label in task.labels if label.data_index >= known} == {
+        label.data_index: int(best[label.position]) for label in task.labels if label.data_index >= known
+    }
