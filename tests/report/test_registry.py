@@ -169,7 +169,7 @@ def test_tokens_and_names_stay_text(name, text):
 
 
 AS_TABLES = {
-    *("AloneReport", "BatchReport", "Decoded", "Diagnosis", "Duplicates", "EditReport", "OrderDifference"),
+    *("AloneReport", "BatchReport", "Decoded", "FlowCut", "Diagnosis", "Duplicates", "EditReport", "OrderDifference"),
     *("PairScores", "Removal", "Scores", "SharingReport", "StoreStats", "TokenWriters", "Verification"),
 }
 
