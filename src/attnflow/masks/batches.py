@@ -229,6 +229,8 @@ def block_diagonal(masks: Iterable[Mask]) -> Mask:
     for mask in masks:
         if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise not_a_mask(mask)
+    if len(masks) == 1:
+        return masks[0]
     parts = [mask.relabelled() if mask.num_queries == mask.num_keys else (mask.intervals(), None) for mask in masks]
     queries, keys = (offsets(np.array([mask.shape[axis] for mask in masks], np.int64)) for axis in (0, 1))
     num_keys = checks.size("the number of keys", int(keys[-1]))
