@@ -141,7 +141,7 @@ class Flow(Result):
         content = cls._content(values)
         masks = [mask_from_dict(mask) for mask in as_list(content.get("masks"), "masks")]
         layers = None if content.get("num_layers") is None else len(masks)
-        return cls(tuple(masks), layers, as_integer(content.get("num_before"), "num_before"))
+        return cls(tuple(masks), layers, as_integer(content.get("num_before", 0), "num_before"))
 
     def rows(self) -> list[dict[str, object]]:
         """One row per position: its class, the class's level in the Hasse diagram, and how many positions it reads."""
