@@ -41,6 +41,37 @@ def test_equality_hash_and_difference_are_those_of_the_relation(pair):
     assert len({a, same}) == 1
 
 
+@given(st.lists(st.one_of(square_masks(6), dense_masks(5)), max_size=4))
+def test_masks_side_by_side_are_the_block_diagonal_of_their_tables(parts):
+    shape = tuple(sum(part.shape[axis] for part in parts) for axis in (0, 1))
+    expected = torch.block_diag(*(part.dense().int() for part in parts)).bool().reshape(shape) if parts else shape
+    packed = masks.block_diagonal(parts)
+    assert packed.shape == shape
+    assert not parts or torch.equal(packed.dense(), expected)
+
+
+def test_long_masks_side_by_side_keep_their_numbering():
+    parts = [masks.permutation_lm(np.random.default_rng(0).permutation(1 << 14)), masks.causal(1 << 15)]
+    packed = masks.block_diagonal([*parts, masks.dilated_window(1 << 16, 100, 1000)])
+    assert packed.shape == (1 << 17, 1 << 17)
+    for query in (5, 1 << 14, 40_000):
+        first, part = (0, parts[0]) if query < 1 << 15 else (1 << 15, parts[1])
+        assert np.array_equal(packed.keys(query), part.keys(query - first) + first)
+    assert masks.block_diagonal([masks.causal(4)] * (1 << 15)) == masks.document([4] * (1 << 15))
+    assert len(packed.numbered_keys()[0].starts) < 3 << 17
+
+
+@given(st.lists(st.integers(1, 5), max_size=6), st.sampled_from(["causal", "full"]))
+def test_documents_however_they_are_said(lengths, inner):
+    expected = masks.document(lengths, inner)
+    ids = np.repeat(np.arange(len(lengths))[::-1], lengths)
+    positions = [place for length in lengths for place in range(length)]
+    offsets = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
+    for said in ({"ids": ids}, {"position_ids": positions}, {"cu_seqlens": offsets}):
+        assert masks.document(inner=inner, **said) == expected
+    assert masks.document(inner=inner, cu_seqlens=torch.cat([offsets, offsets[-1:]])) == expected
+
+
 @given(square_masks(), st.data())
 def test_permute_moves_queries_and_keys(mask, data):
     order = data.draw(st.permutations(range(mask.num_queries)))

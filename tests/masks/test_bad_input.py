@@ -20,9 +20,9 @@ def mod(function):
     return masks.from_mask_mod(function, 3)
 
 
-def test_lengths_that_are_no_ids():
-    """Empty documents are lengths, and so is what could be an id from 1, of which nothing says otherwise."""
-    for lengths in ([0], [0, 0], [0, 5, 2], [3, 0, 2], [0, 1, 0], [1, 1, 2, 2, 2]):
+def test_documents_that_only_look_unusual():
+    """Fewer than 16 lengths may look like ids, and lengths that only rise are those of prefixes."""
+    for lengths in ([1, 1, 2, 2, 2], [1] * 15, range(1, 30), [1] * 15 + [3], [5] * 40):
         assert masks.document(lengths).num_queries == sum(lengths)
 
 
@@ -44,10 +44,24 @@ PARAMETERS = [
     (lambda: masks.global_tokens(4, [1, 4]), r"indices must hold positions in \[0, 4\), got 4"),
     (lambda: masks.longformer(4, 1, [-1]), r"indices must hold positions in \[0, 4\), got -1"),
     (lambda: masks.global_tokens(4, torch.zeros(2, 2).long()), "indices must be one-dimensional"),
-    (lambda: masks.document([2, -1]), "lengths must not be negative, got -1"),
-    (lambda: masks.document([0, 0, 0, 1, 1]), r"are like the ids .*document\(\[3, 2\]\)"),
-    (lambda: masks.document([0, 1, 2, 2, 3]), r"are like the ids .*document\(\[1, 1, 2, 1\]\)"),
-    (lambda: masks.document(torch.tensor([0, 0, 1])), r"are like the ids .*document\(\[2, 1\]\)"),
+    (lambda: masks.document([2, -1]), "lengths must count at least 1 token, but entry 1"),
+    (lambda: masks.document([0, 0, 0, 1, 1]), "ids of tokens as ids="),
+    (lambda: masks.document(torch.tensor([3, 0, 2])), r"entry 1 of \[3, 0, 2\]"),
+    (lambda: masks.document([0, 1, 2, 0, 1]), "their positions as position_ids="),
+    (lambda: masks.document([0, 5, 8]), "offsets as cu_seqlens="),
+    (lambda: masks.document([1] * 9 + [2] * 9), r"would be 18 documents of \[1, 2\] tokens"),
+    (lambda: masks.document([1] * 16), r"16 documents of \[1\] tokens.*sliding_window\(n, 1\)"),
+    (lambda: masks.document(ids=range(16)), r"ids=.* would be 16 documents of \[1\]"),
+    (lambda: masks.document(position_ids=[0] * 16), r"position_ids=.* would be 16 documents of \[1\]"),
+    (lambda: masks.document(cu_seqlens=range(17)), r"cu_seqlens=.* would be 16 documents of \[1\]"),
+    (lambda: masks.document(ids=[7, 9, 7]), "ids must stand together for each document, but entry 2"),
+    (lambda: masks.document(position_ids=[0, 1, 3]), "position_ids must count up from 0 .* entry 2"),
+    (lambda: masks.document(position_ids=[3, 4, 0]), "position_ids must count up from 0 .* entry 0"),
+    (lambda: masks.document(cu_seqlens=[5, 3]), "cu_seqlens must start at 0 and never decrease, but entry 0"),
+    (lambda: masks.document(cu_seqlens=[0, 5, 3]), "but entry 2"),
+    (lambda: masks.document(cu_seqlens=[]), "must start at 0"),
+    (lambda: masks.document(), "one of lengths, ids, position_ids, cu_seqlens, got none"),
+    (lambda: masks.document([2], ids=[0, 0]), "got lengths and ids"),
     (lambda: masks.document(torch.tensor([[0, 0, 1], [0, 1, 1]])), "lengths must be one-dimensional"),
     (lambda: unchecked(masks.document)([2], inner="half"), 'inner must be "causal" or "full"'),
     (lambda: masks.tree([1, -1]), r"parents\[0\] must be -1, the root, got 1"),
@@ -104,7 +118,6 @@ QUESTIONS = [
 ]
 ORDERS = [
     (lambda: order.analyze([]), "at least one mask"),
-    (lambda: order.analyze(masks.full(2, 3)), r"square mask.*\(2, 3\)"),
     (lambda: order.analyze([THREE, TWO]), r"one size, got \(3, 3\) and \(2, 2\) \(layer 2\)"),
     (lambda: order.analyze([THREE] * 2).path(3, 0), "source must be at most 2, got 3"),
     (lambda: order.analyze([THREE] * 2).reachability(3), "layers must be at most 2, got 3"),
@@ -125,7 +138,12 @@ def test_values_that_are_refused(make, match):
     [
         (lambda: masks.global_tokens(4, torch.tensor([0.5])), "indices must hold integers, got dtype float"),
         (lambda: masks.document(torch.tensor([1.0, float("nan")])), "lengths must hold integers"),
-        (lambda: masks.from_dense(torch.eye(2)), r"expected a bool tensor, got torch.float32\..*mask == 0"),
+        (
+            lambda: masks.from_dense(torch.eye(2)),
+            r"expected a bool tensor, got torch.float32\..*look like .*mask.bool\(\)",
+        ),
+        (lambda: masks.from_dense(torch.eye(2).log()), "look like those of `mask == 0`"),
+        (lambda: masks.from_dense(torch.tensor([[0.0, -1e9, 1.0]])), "These values are of neither kind"),
         (lambda: masks.from_dense(torch.tensor([[float("nan")]])), "It holds NaN"),
         (lambda: masks.from_dense(torch.ones(2, 2).byte()), r"got torch.uint8\..*mask.bool\(\)"),
         (lambda: mod(lambda b, h, q, k: q - k), "mask_mod must return a bool tensor, got torch.int64"),
@@ -134,6 +152,8 @@ def test_values_that_are_refused(make, match):
         (lambda: masks.batch(TWO), r"a list with one mask for each sequence, got .*: pass \[mask\]"),
         (lambda: masks.per_head(TWO), r"a list with one mask for each head, got .*: pass \[mask\]"),
         (lambda: masks.batch([torch.ones(2, 2)]), "expected a Mask, got Tensor"),
+        (lambda: masks.block_diagonal(TWO), r"a list with one mask for each block, got .*: pass \[mask\]"),
+        (lambda: masks.block_diagonal([TWO, torch.ones(2, 2)]), "expected a Mask, got Tensor"),
         (lambda: masks.per_head([masks.batch([TWO])]), "expected a Mask, got MaskGrid"),
         (lambda: CAUSAL & torch.ones(4, 4).bool(), "expected a Mask, got Tensor"),
         (lambda: CAUSAL & tasks.causal_lm([1, 2])[0], r"got Task; pass its \.mask"),
@@ -175,6 +195,7 @@ ADVISED = {
         (TABLE[None, None], "from_dense(tensor[0][0])"),
         (torch.where(TABLE, 0.0, -torch.inf)[None, None], "from_dense(tensor[0][0] == 0)"),
         (TABLE.int(), "from_dense(tensor.bool())"),
+        (TABLE.float(), "from_dense(tensor.bool())"),
     ],
 )
 def test_the_advice_of_an_error_makes_the_mask(value, advice):

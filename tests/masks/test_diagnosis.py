@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from attnflow import masks
@@ -74,6 +75,52 @@ NEARLY = {
     ),
     "prefix, more": (masks.prefix_lm(16, 5) | off(16, (4, 5)), "prefix_lm(n=16, prefix=5): allows query 4, key 5"),
 }
+
+
+LENGTHS = [37, 20, 55, 16]
+PACKED = masks.document(LENGTHS)
+FAMILIES = {
+    "documents": PACKED,
+    "full documents": masks.document(LENGTHS, "full"),
+    "windows in documents": PACKED & masks.sliding_window(128, 8),
+    "both sides in documents": masks.document(LENGTHS, "full") & masks.sliding_window(128, 8, causal=False),
+    "sinks in documents": masks.block_diagonal([masks.attention_sink(length, 2, 8) for length in LENGTHS]),
+    "documents after a shared prefix": PACKED | masks.attention_sink(128, 4, 1),
+    "chunks": masks.document([16] * 8),
+    "prefix-LM": masks.prefix_lm(128, 40),
+    "block causal": masks.block_causal(128, 8),
+    "block diffusion": masks.block_diffusion(16, 4),
+    "two streams": masks.block_two_stream(17, 4),
+    "two streams with the first": masks.block_two_stream(16, 8, predict_first=True),
+    "sinks": masks.attention_sink(128, 2, 8),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=8)
+@given(st.data())
+def test_any_pair_that_is_off_is_named(name, data):
+    """One or two pairs too many, or one too few, wherever they are."""
+    mask, few = FAMILIES[name], data.draw(st.booleans())
+    n = mask.num_queries
+    choices = np.argwhere(np.tril(mask.dense().numpy(), -1) if few else ~mask.dense().numpy())
+    places = data.draw(st.lists(st.integers(0, len(choices) - 1), min_size=1, max_size=1 if few else 2, unique=True))
+    pairs = {(int(q), int(k)) for q, k in choices[places]}
+    given = mask & ~off(n, *pairs) if few else mask | off(n, *pairs)
+    findings = [finding for finding in diagnose(masks.from_dense(given.dense())).findings if finding.kind == "nearly"]
+    assert [set(finding.pairs) for finding in findings] == [pairs]
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_a_pair_between_documents_of_a_long_mask_is_named(window):
+    n = 1 << 15
+    mask = masks.document([n // 4, 100, n // 2, n // 4 - 100])
+    mask = mask if window is None else mask & masks.sliding_window(n, window)
+    for pair in ((n // 4, n // 4 - 1), (n - 1, 5)):
+        [finding] = diagnose(mask | off(n, pair)).findings
+        assert (finding.kind, finding.pairs) == ("nearly", (pair,))
+    [finding] = diagnose(mask & ~off(n, (n // 4 + 1, n // 4))).findings
+    assert finding.pairs == ((n // 4 + 1, n // 4),)
 
 
 @pytest.mark.parametrize("name", NEARLY)

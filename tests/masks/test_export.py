@@ -126,7 +126,7 @@ def test_random_masks(mask):
 
 
 @settings(max_examples=40)
-@given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 5), st.booleans())
+@given(st.lists(st.integers(1, 9), max_size=6), st.integers(1, 5), st.booleans())
 def test_documents_with_windows_are_said(lengths, window, causal):
     n = sum(lengths)
     mask = masks.document(lengths, "full") & masks.sliding_window(n, window, causal=causal)
@@ -261,7 +261,7 @@ def test_requests_of_several_lengths():
     assert form.cu_seqlens_k.tolist() == [0, 9, 13, 18]
     table = decoded_varlen(form.cu_seqlens_q.tolist(), form.cu_seqlens_k.tolist(), form.causal, form.window_size)
     assert np.array_equal(table, blocks(parts).numpy())
-    with pytest.raises(NotExpressible, match="varlen cannot express 2 sequences end to end"):
+    with pytest.raises(NotExpressible, match=r"varlen cannot express block_diagonal\(\["):
         export.varlen(masks.batch([masks.sliding_window(9, 3)[6:, :], masks.causal(9)[2:, :]]))
 
 

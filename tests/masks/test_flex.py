@@ -23,7 +23,7 @@ LARGER = [
     masks.sliding_window(300, 70),
     masks.dilated_window(257, 40, 3),
     masks.dilated_window(300, 300, 2, causal=False),
-    masks.document([1, 100, 0, 155, 44]),
+    masks.document(cu_seqlens=[0, 1, 101, 101, 256, 300]),
     masks.prefix_lm(260, 129),
     masks.global_tokens(200, [3, 150]),
     masks.longformer(200, 20, [0, 63, 64]),

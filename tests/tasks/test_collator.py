@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, Trainer
 
 import attnflow as af
 from attnflow import tasks
+from attnflow.models.passes.evaluation import precision
 from attnflow.tasks import Collator, Label, Task, Token
 from tests.models.table import AUDITED, CAUSAL
 from tests.tasks.training import arguments
@@ -304,3 +305,74 @@ def test_a_single_task_is_taken_as_it_is(by_length):
 def test_room_for_intervals():
     assert Collator(windowed, masks="intervals")([[5, 6, 7]])["attention_mask"].shape == (1, 1, 2, 3)
     assert Collator(windowed, masks="intervals", min_width=3)([[5, 6, 7]])["attention_mask"].shape == (1, 1, 8, 3)
+
+
+PACKED = {**FAMILIES, "one task under a window": windowed}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("form", ["dense", "intervals"])
+def test_packed_rows_compute_what_samples_alone_compute(name, form):
+    """Logits of every sample, the loss and all gradients in float64; samples of several structures share a row."""
+    some, results = samples([6, 8, 4, 10, 6, 12]), []
+    packed = Collator(PACKED[name], dtype=DOUBLE, masks=form, pack_to=36)
+    for collate in (Collator(PACKED[name], dtype=DOUBLE, masks=form), packed):
+        llama = model().double()
+        tasks.average_embeddings(llama)
+        batch = collate(some)
+        with precision(llama, DOUBLE), af.masks.attach(llama, "batch"):
+            scores = logits(llama, batch)
+            loss = tasks.loss(scores, batch)
+            loss.backward()
+        results.append((batch, scores.detach(), loss.detach(), [p.grad for p in llama.parameters()]))
+    (alone, alone_scores, *expected), (batch, scores, *found) = results
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    rows, _ = places(packed, some)
+    assert len(batch["labels"]) == len(rows) < len(some)
+    assert all(length <= 36 for length in rows)
+    for number, (row, part) in enumerate(places(packed, some)[1]):
+        size = part.stop - part.start
+        torch.testing.assert_close(scores[row, part], alone_scores[number, :size], rtol=1e-12, atol=1e-14)
+        assert torch.equal(batch["position_ids"][row, part], alone["position_ids"][number, :size])
+
+
+def places(collate, some):
+    """(length of each row, (row, positions) of each sample), by first fit."""
+    rows, found = [], []
+    for sample in some:
+        given = collate.tasks_of(sample)
+        size = given.size if isinstance(given, Task) else tasks.merge(given).task.size
+        row = next((row for row, length in enumerate(rows) if length + size <= collate.pack_to), len(rows))
+        rows += [0] * (row == len(rows))
+        found.append((row, slice(rows[row], rows[row] + size)))
+        rows[row] += size
+    return rows, found
+
+
+def test_packed_rows_stay_apart():
+    """No position of a sample can be reached from another one, in any number of layers; positions restart."""
+    collate = Collator(partial(tasks.block_two_stream, block=2, mask_token=31), pack_to=16)
+    batch = collate(samples([6, 8, 4]))
+    assert batch["position_ids"].tolist() == [
+        [0, 1, 2, 3, 2, 3, 4, 5, 0, 1, 2, 3],
+        [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 6, 7],
+    ]
+    flow = af.order.analyze(af.masks.from_dense(batch["attention_mask"][0, 0] == 0))
+    assert not flow.reachability()[:8, 8:].any()
+    assert not flow.reachability()[8:, :8].any()
+    assert flow.masks[0] == af.masks.block_diagonal([af.masks.block_two_stream(n, 2) for n in (3, 2)])
+
+
+def test_groups_of_rollouts_are_packed():
+    groups = [{"prompts": [1, 2, 3], "responses": [[4, 5], [4, 6]]}, {"prompts": [7], "responses": [[8, 9]]}]
+    alone, packed = Collator(tasks.rollouts)(groups), Collator(tasks.rollouts, pack_to=32)(groups)
+    assert alone["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
+    assert packed["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1]]
+    assert torch.equal(packed["labels"][0], torch.cat([alone["labels"][0], alone["labels"][1, :2]]))
+
+
+def test_a_sample_longer_than_a_row_is_refused():
+    with pytest.raises(ValueError, match=r"sample 1 of the batch takes 7 positions, more than pack_to=6"):
+        Collator(tasks.causal_lm, pack_to=6)([[1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8]])
+    with pytest.raises(ValueError, match="pack_to must be at least 1"):
+        Collator(tasks.causal_lm, pack_to=0)

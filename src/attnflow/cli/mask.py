@@ -46,7 +46,7 @@ def mask_list(json_output: JsonFlag = False) -> None:
         return
     screen = console()
     for entry in named_masks().values():
-        say(screen, entry.signature, "bold")
+        say(screen, textwrap.fill(entry.signature, screen.width, subsequent_indent="    "), "bold")
         say(screen, textwrap.fill(entry.summary, screen.width, initial_indent="    ", subsequent_indent="    "))
     say(screen, "\nShow one: attnflow mask show sliding_window --n 16 --set window=4")
     say(screen, "For a mask of your own, give a JSON file in place of the name.")

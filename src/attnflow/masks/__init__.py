@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
 from attnflow.masks import export
-from attnflow.masks.batches import batch, per_head
+from attnflow.masks.batches import batch, block_diagonal, per_head
 from attnflow.masks.build import from_block_mask, from_dense, from_edges, from_intervals, from_mask_mod
 from attnflow.masks.catalogue import *  # noqa: F403  # every mask that `@mask` registers
 from attnflow.masks.mask import Mask
@@ -19,6 +19,7 @@ __all__ = [
     "Mask",
     "attach",
     "batch",
+    "block_diagonal",
     "export",
     "from_block_mask",
     "from_dense",

@@ -1,4 +1,4 @@
-"""Masks that differ by sequence or by head: `batch` and `per_head`."""
+"""Masks of several sequences or heads: apart (`batch`, `per_head`) or packed into one (`block_diagonal`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnflow._core.checks import IntArray
 from attnflow._core.markup import plural
 from attnflow.masks import flex
 from attnflow.masks.flex import MaskMod
-from attnflow.masks.intervals import IntervalRows
+from attnflow.masks.intervals import IntervalRows, offsets
 from attnflow.masks.mask import Mask, not_a_mask
 
 if TYPE_CHECKING:
@@ -207,6 +207,42 @@ def per_head(masks: Iterable[Mask]) -> MaskGrid:
         if mask.shape != row[0].shape:
             raise ValueError(f"heads see one sequence: mask {number} has shape {mask.shape}, mask 0 {row[0].shape}")
     return MaskGrid((tuple(row),), *row[0].shape)
+
+
+def block_diagonal(masks: Iterable[Mask]) -> Mask:
+    """Pack masks side by side into one: each keeps its pairs, and no query sees a key of another mask.
+
+    Packed rows of any kind stay apart under it; of causal masks it is `document(lengths)`. Masks need not be square.
+
+    Raises:
+        TypeError: an element is not a `Mask`.
+        ValueError: the rows or columns together are more than fit into memory.
+
+    Cost: O(intervals); permuted masks keep their numbering, and n x n is never built.
+
+    >>> import attnflow as af
+    >>> packed = af.masks.block_diagonal([af.masks.butterfly(3), af.masks.sliding_window(4, 2)])
+    >>> packed.shape, packed.keys(10).tolist()
+    ((11, 11), [9, 10])
+    """
+    masks = _several(masks, "block")
+    for mask in masks:
+        if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise not_a_mask(mask)
+    if len(masks) == 1:
+        return masks[0]
+    parts = [mask.relabelled() if mask.num_queries == mask.num_keys else (mask.intervals(), None) for mask in masks]
+    queries, keys = (offsets(np.array([mask.shape[axis] for mask in masks], np.int64)) for axis in (0, 1))
+    num_keys = checks.size("the number of keys", int(keys[-1]))
+    checks.size("the number of queries", int(queries[-1]))
+    rows: list[IntervalRows] = []
+    for (part, _), first in zip(parts, keys.astype(np.int32), strict=False):
+        rows.append(IntervalRows(part.indptr, part.starts + first, part.ends + first, num_keys))
+    ranks: list[IntArray] = []  # of queries and keys, where a mask has one
+    for axis, firsts in enumerate((queries, keys) if any(rank is not None for _, rank in parts) else ()):
+        own = (np.arange(m.shape[axis]) if rank is None else rank for m, (_, rank) in zip(masks, parts, strict=True))
+        ranks.append(np.concatenate([rank + first for rank, first in zip(own, firsts, strict=False)]))
+    return Mask(IntervalRows.stack(rows, num_keys), f"block_diagonal({checks.preview(masks, 4)})", None, *ranks)
 
 
 def _several(masks: Iterable[_AnyMask], of: str) -> list[_AnyMask]:

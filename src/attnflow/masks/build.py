@@ -17,7 +17,7 @@ from attnflow._core import checks
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.flex import MaskMod
 from attnflow.masks.intervals import IntervalRows
-from attnflow.masks.mask import Mask, not_a_mask
+from attnflow.masks.mask import Mask, not_a_mask, of_values
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -47,9 +47,11 @@ def from_dense(allow: Tensor, name: str = "from_dense") -> Mask:
         raise not_a_mask(allow)
     if allow.dtype != torch.bool:
         nan = " It holds NaN." if allow.is_floating_point() and not allow.is_meta and bool(allow.isnan().any()) else ""
+        looks = of_values(allow)
+        kind = f" These values look like those of `mask{looks}`." if looks else " These values are of neither kind."
         raise TypeError(
             f"expected a bool tensor, got {allow.dtype}.{nan} For an additive mask (0 = allowed) pass `mask == 0`, "
-            "for a 0/1 mask (1 = allowed) pass `mask.bool()`."
+            f"for a 0/1 mask (1 = allowed) pass `mask.bool()`.{'' if allow.is_meta else kind}"
         )
     if not 2 <= allow.ndim <= 4 or 0 in allow.shape[:-2]:
         raise ValueError(f"expected shape [queries, keys] or [batch, heads, queries, keys], got {tuple(allow.shape)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import LARGEST, too_many
 from attnflow.masks.registry import mask, named_masks
+
+_DOUBTFUL: Final = 16  # documents from which lengths that look like ids, or are all 1, are refused
 
 
 @mask(n="8")
@@ -92,35 +94,81 @@ def prefix_lm(n: int, prefix: int) -> Mask:
 
 
 @mask(lengths="5,3,4")
-def document(lengths: Indices, inner: Literal["causal", "full"] = "causal") -> Mask:
+def document(
+    lengths: Indices | None = None,
+    inner: Literal["causal", "full"] = "causal",
+    *,
+    ids: Indices | None = None,
+    position_ids: Indices | None = None,
+    cu_seqlens: Indices | None = None,
+) -> Mask:
     """Packed sequences: q and k lie in the same document, and k <= q if `inner` is "causal".
 
+    Exactly one argument says where documents end; `mask.parameters` holds their lengths. Padding is a document, too.
+
     Args:
-        lengths: tokens of each document; the mask is over their sum. Empty documents are allowed. From a document id
-            for each token: `torch.unique_consecutive(ids, return_counts=True)[1]`.
+        lengths: tokens of each document, at least 1; the mask is over their sum.
         inner: what holds inside a document.
+        ids: for each token, the number of its document, whose tokens stand together. (Documents that interleave are
+            `from_mask_mod(lambda b, h, q, k: ids[q] == ids[k], n)`.)
+        position_ids: for each token, its place in its document: 0, 1, 2, ... and 0 again where the next one begins.
+        cu_seqlens: the first token of each document and the end, as flash-attn takes them: 0, 5, 8. Repeats (empty
+            documents) are left out.
 
     Raises:
-        ValueError: a length is negative, or the numbers count up from 0, as ids of tokens do.
+        ValueError: none or several are given, or one holds what it cannot mean: a length below 1, an id that comes
+            back, a position that is neither 0 nor the next one, offsets that decrease. From 16 documents on, also
+            what another name would explain: documents of one token each, and lengths 1, 1, 2, 2, 2, 3, ... (ids).
 
     >>> document([2, 1]).dense().int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    >>> document(ids=[7, 7, 9]) == document(position_ids=[0, 1, 0]) == document(cu_seqlens=[0, 2, 3])
+    True
     """
     if inner not in ("causal", "full"):
         raise ValueError(f'inner must be "causal" or "full", got {inner!r}')
-    sizes = index_array("lengths", lengths)
-    if len(sizes) and sizes.min() < 0:
-        raise ValueError(f"lengths must not be negative, got {int(sizes.min())}")
-    if len(sizes) > 1 and sizes[0] == 0 and sizes.max() > 0 and np.isin(np.diff(sizes), (0, 1)).all():
-        counts = np.unique(sizes, return_counts=True)[1]
-        raise ValueError(
-            f"lengths {preview(sizes.tolist())} are like the ids of documents, one for each token: pass the tokens of "
-            f"each document, document({preview(counts.tolist())}), or leave out the empty ones"
-        )
+    sources = {"lengths": lengths, "ids": ids, "position_ids": position_ids, "cu_seqlens": cu_seqlens}
+    given = [(name, index_array(name, values)) for name, values in sources.items() if values is not None]
+    if len(given) != 1:
+        got = " and ".join(name for name, _ in given) or "none"
+        raise ValueError(f"document takes one of {', '.join(sources)}, got {got}")
+    return packed(_lengths(*given[0]), inner)
+
+
+def packed(sizes: IntArray, inner: str) -> Mask:
+    """`document(sizes, inner)`, whatever the sizes look like."""
     n = size("the sum of lengths", sum(sizes.tolist()))
     q, ends = np.arange(n), np.cumsum(sizes)
     last = q + 1 if inner == "causal" else np.repeat(ends, sizes)
     return _mask(q, np.repeat(ends - sizes, sizes), last, n, n, "document", lengths=tuple(sizes.tolist()), inner=inner)
+
+
+def _lengths(name: str, values: IntArray) -> IntArray:
+    """The tokens of each document, from an argument of `document`."""
+    count, step = len(values), np.diff(values)
+    begins, first = np.append(True, step != (name == "position_ids"))[:count], np.unique(values, return_index=True)[1]
+    rule, fine = {
+        "lengths": ("must count at least 1 token", values >= 1),
+        "ids": ("must stand together for each document", ~begins | np.isin(np.arange(count), first)),
+        "position_ids": ("must count up from 0 in each document", ~begins | (values == 0)),
+        "cu_seqlens": ("must start at 0 and never decrease", np.append(count > 0 and values[0] == 0, step >= 0)),
+    }[name]
+    sizes = {"lengths": values, "cu_seqlens": step[step != 0]}.get(name)
+    if sizes is None:
+        sizes = np.diff(np.append(np.flatnonzero(begins), count))
+    shown, advice = (
+        preview(values.tolist()),
+        "ids of tokens as ids=, their positions as position_ids=, offsets as cu_seqlens=",
+    )
+    if not fine.all():
+        raise ValueError(f"{name} {rule}, but entry {int(np.argmin(fine))} of {shown} does not; pass {advice}")
+    rises = name == "lengths" and values[:1].tolist() == [1] and set(step.tolist()) == {0, 1}  # as ids from 1
+    if len(sizes) >= _DOUBTFUL and (rises or (sizes == 1).all()):
+        raise ValueError(
+            f"{name}={shown} would be {len(sizes)} documents of {preview(np.unique(sizes).tolist())} tokens; pass "
+            f"{advice}, and where each token is meant to see itself alone, take sliding_window(n, 1)"
+        )
+    return sizes
 
 
 @mask(block="4")

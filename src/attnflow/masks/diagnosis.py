@@ -14,13 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnflow._core.checks import IntArray
 from attnflow._core.files import to_read
 from attnflow._core.markup import plural
 from attnflow._core.plain import read_json
 from attnflow._core.results import Result
-from attnflow.masks import catalogue, export
+from attnflow.masks import catalogue, export, streams
+from attnflow.masks.batches import block_diagonal
 from attnflow.masks.build import from_dense
 from attnflow.masks.export.varlen import bands_of
+from attnflow.masks.intervals import BoolArray, offsets
 from attnflow.masks.mask import Mask
 from attnflow.masks.spec import mask_from_dict
 
@@ -28,7 +31,7 @@ _CLOSE: Final = 0.02  # share of all pairs up to which a mask is taken for anoth
 _MASKED: Final = -1e4  # additive values from here down forbid; what lies between them and 0 is a bias
 _PAIRS: Final = 1 << 28  # of a tensor in a file: 4 GB while its values are checked
 _SHOWN: Final = 3
-_DOCUMENTED: Final = 1 << 11  # positions of a mask in which documents with mistakes are looked for
+_DOCUMENTED: Final = 1 << 13  # positions up to which the best documents are looked for, in seconds
 _PER_MISTAKE: Final = 6  # pairs of two tokens that a mask must have for each pair that is off
 
 
@@ -167,38 +170,88 @@ def _candidates(mask: Mask) -> Iterator[Mask]:
     for usual in dict.fromkeys((middle, int(np.median(counts)), int(counts[-1]))):  # one of them may have the mistake
         yield catalogue.sliding_window(n, max(1, usual))
         yield catalogue.sliding_window(n, max(1, (usual + 1) // 2), causal=False)
-    for usual in dict.fromkeys((int(counts[0]), int(counts[min(1, n - 1)]))):
+    node = np.arange(n)
+    for usual in dict.fromkeys((*_most(counts[counts > node + 1], 1), int(counts[0]), int(counts[min(1, n - 1)]))):
         yield catalogue.prefix_lm(n, min(n, usual))
-    if counts[0] and n % int(counts[0]) == 0:
-        yield catalogue.block_causal(n, int(counts[0]))
-    last = mask.intervals().row(n - 1)
-    if len(last) == 2 and last[0][0] == 0:
-        yield catalogue.attention_sink(n, last[0][1], n - last[1][0])
+    for block in dict.fromkeys((int(counts[0]), int(counts[min(1, n - 1)]), *_most(np.abs(np.diff(counts)), 3))):
+        if block and n % block == 0:
+            yield catalogue.block_causal(n, block)
+            half, first = n // block // 2, n // block % 2 == 1
+            yield streams.block_two_stream(half + 1, block, predict_first=first)
+            if half and not first:
+                yield streams.block_diffusion(half, block)
+    run, other = _runs(mask)
+    for window in _most(run, 1):
+        for sinks in _most(other, 1):
+            yield catalogue.attention_sink(n, sinks, window)
+
+
+def _most(values: IntArray, how_many: int, least: int = 1) -> list[int]:
+    """The most common of the values above 0, the most common first, that occur at least so often."""
+    counts = np.bincount(values[values > 0], minlength=1)
+    return [int(value) for value in np.argsort(-counts, kind="stable")[:how_many] if counts[value] >= least]
+
+
+def _runs(mask: Mask) -> tuple[IntArray, IntArray]:
+    """(keys of each query that end at its own, without a gap; its other keys before them)."""
+    rows = mask.intervals()
+    row, start = rows.row_index(), rows.starts.astype(np.int64)
+    own = (start <= row) & (row < rows.ends)
+    run, first = np.zeros((2, mask.num_queries), np.int64)
+    run[row[own]] = row[own] + 1 - start[own]
+    np.add.at(first, row[rows.ends <= row], (rows.ends - start)[rows.ends <= row])
+    return run, np.where(run > 0, first, 0)
 
 
 def _near_documents(mask: Mask) -> Iterator[Mask]:
-    """Find the documents that differ from a square mask in the fewest pairs, by the best cut up to each token."""
+    """Packed documents that differ from a square mask in few pairs, for the windows and sinks that it may have."""
     n = mask.num_queries
-    if n != mask.num_keys or not 1 < n <= _DOCUMENTED:
+    if n != mask.num_keys or n < 2:
         return
-    table = mask.dense().numpy()
-    for inner in ("causal", "full"):
-        allowed = np.tril(table) if inner == "causal" else table
-        sums = np.zeros((n + 1, n + 1), np.int64)
-        sums[1:, 1:] = allowed.cumsum(0, np.int64).cumsum(1)
-        best, start = np.zeros(n + 1, np.int64), np.zeros(n + 1, np.int64)
-        for end in range(1, n + 1):
-            first = np.arange(end)
-            length = end - first
-            pairs = sums[end, end] - sums[first, end] - sums[end, first] + sums[first, first]
-            total = best[:end] + 2 * pairs - (length * (length + 1) // 2 if inner == "causal" else length**2)
-            start[end] = total.argmax()
-            best[end] = total[start[end]]
-        lengths, end = list[int](), n
-        while end:
-            lengths.insert(0, end - int(start[end]))
-            end = int(start[end])
-        yield catalogue.document(lengths, inner)
+    often, (run, other), short = max(1, n // 8), _runs(mask), n <= _DOCUMENTED
+    table = mask.dense().numpy() if short else np.zeros((0, 0), np.bool_)
+    begun = np.bincount(np.arange(n) + 1 - run, minlength=n) > 2  # in a long mask, where at least three runs begin
+    cuts = np.concatenate([[0], np.flatnonzero(begun[1:n]) + 1, [n]])
+    for window in (n, *_most(run, 2, often)):
+        for causal in (True, False):
+            lengths = _lengths_of(table, window, 0, causal) if short else np.diff(cuts)
+            documents = catalogue.packed(lengths, "causal" if causal else "full")
+            yield documents if window == n else documents & catalogue.sliding_window(n, window, causal)
+        for sinks in _most(other, 1, often) if short and window < n else []:
+            lengths = _lengths_of(table, window, sinks, True)
+            yield block_diagonal([catalogue.attention_sink(length, sinks, window) for length in lengths.tolist()])
+    if not short:
+        return
+    seen = np.tril(table).sum(axis=0) >= (1 - _CLOSE) * np.arange(n, 0, -1)
+    if 0 < (shared := int(np.argmin(seen))) <= n // 2:  # first keys that all documents see
+        lengths = _lengths_of(table[shared:, shared:], n, 0, True)
+        yield catalogue.packed(np.append(shared, lengths), "causal") | catalogue.attention_sink(n, shared, 1)
+
+
+def _lengths_of(table: BoolArray, window: int, sinks: int, causal: bool) -> IntArray:
+    """Tokens of the documents that agree best with a table, by the best cut up to each token; O(n^2).
+
+    In a document from `first` on, query q reads max(first, q - window + 1) .. q, and the first `sinks` keys; if not
+    causal, the pairs (q, k) and (k, q) alike.
+    """
+    n = len(table)
+    best, start, score = np.zeros(n + 1, np.int64), np.zeros(n + 1, np.int64), np.zeros(n, np.int64)
+    for end in range(1, n + 1):
+        first = np.arange(end)
+        low = np.maximum(first, end - window)
+        sides = [table[end - 1, :end]] if causal else [table[end - 1, :end], table[:end, end - 1]]
+        for side in sides:
+            pairs = offsets(side)
+            top = np.minimum(first + sinks, low)
+            score[:end] += 2 * (pairs[end] - pairs[low] + pairs[top] - pairs[first]) - (end - low + top - first)
+        total = best[:end] + score[:end]
+        start[end] = total.argmax()
+        best[end] = total[start[end]]
+    lengths, end = list[int](), n
+    while end:
+        lengths.insert(0, end - int(start[end]))
+        end = int(start[end])
+    return np.array(lengths, np.int64)
 
 
 def _tensor(path: Path) -> Tensor:

@@ -361,15 +361,21 @@ def not_a_mask(value: object) -> TypeError:
     return TypeError(f"expected a Mask, got {type(value).__name__}; {_how_to_make_one(value)}")
 
 
+def of_values(tensor: Tensor) -> str:
+    """What makes a mask's tensor bool: " == 0" if it is added to scores, ".bool()" for 0/1, "" if it may be neither."""
+    if tensor.dtype == torch.bool or tensor.is_meta:
+        return ""
+    above, below = bool((tensor > 0).any()), bool((tensor < 0).any())
+    return "" if above and below else " == 0" if below or (tensor.is_floating_point() and not above) else ".bool()"
+
+
 def _how_to_make_one(value: object) -> str:
     make = "af.masks."
     if isinstance(value, np.ndarray):
         return f"make one with {make}from_dense(torch.from_numpy(array))"
     if isinstance(value, Tensor):
         table = "tensor" + "[0]" * (value.ndim - 2)  # of one batch element and head
-        if value.dtype != torch.bool:
-            table = f"{table} == 0" if value.is_floating_point() else f"{table}.bool()"
-        return f"make one with {make}from_dense({table})"
+        return f"make one with {make}from_dense({table}{of_values(value)})"
     if type(value).__name__ == "BlockMask":  # by name: its module takes 0.3 s to import
         return f"make one with {make}from_block_mask(block_mask)"
     name, module = (getattr(value, key, "") for key in ("__name__", "__module__"))

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import cast
 
 import numpy as np
 import torch
@@ -15,22 +14,24 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from attnflow._core import checks
-from attnflow._core.checks import IntArray
+from attnflow._core.checks import Indices, IntArray
 from attnflow._core.markup import plural
-from attnflow._core.plain import as_list
+from attnflow._core.plain import as_integer, as_list
 from attnflow._core.results import Result
+from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_edges
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
-from attnflow.masks.numbering import invert
 from attnflow.masks.spec import mask_from_dict
 from attnflow.order import reach
 from attnflow.order.closure import Order, close, depth_of, is_closed, renumbered
-from attnflow.order.hasse import Hasse, OrderDifference, Sparse, difference_of
+from attnflow.order.cuts import FlowCut, Paths, What, fewest, only_channel
+from attnflow.order.hasse import Hasse, OrderDifference, Sparse, difference_of, label
 from attnflow.order.reach import Reach
+from attnflow.order.stack import square_masks
 
 
-def analyze(masks: Mask | Sequence[Mask]) -> Flow:
+def analyze(masks: Mask | MaskGrid | Sequence[Mask | MaskGrid], before: Mask | None = None) -> Flow:
     """Compute where information flows in a Transformer under a mask (hasse, sec. 2).
 
     With the residual connection, position i reads row i of A = allow | I in one layer, and row i of A^L in L layers.
@@ -39,10 +40,16 @@ def analyze(masks: Mask | Sequence[Mask]) -> Flow:
 
     Args:
         masks: one mask for every layer, or a sequence with the mask of each layer, first layer first. The flow of a
-            sequence is the *product* A_L x ... x A_1, not a closure: it has exactly that many layers.
+            sequence is the *product* A_L x ... x A_1, not a closure: it has exactly that many layers. Masks of
+            `masks.per_head`, or a batch of one sequence, are united: information flows if one head lets it.
+            With n queries and k > n keys, the last n keys are the queries', and the first k - n were there before, as
+            a prefix or a cache: they are the positions 0 .. k - n - 1, below the queries, and query q is k - n + q.
+        before: what keys that were there before read of each other, such as `masks.causal(k - n)` for a cache.
+            By default each reads only itself.
 
     Raises:
-        ValueError: a mask is not square, the sequence is empty, or the sizes differ.
+        ValueError: a mask has more queries than keys, the sequence is empty, the sizes differ, a batch has several
+            sequences, or `before` is of another size.
 
     Everything is computed on first use. Cost of closure, classes and Hasse diagram: see `attnflow.order.closure`.
 
@@ -50,22 +57,14 @@ def analyze(masks: Mask | Sequence[Mask]) -> Flow:
     >>> flow = af.order.analyze(af.masks.sliding_window(6, window=3))
     >>> flow.depth, flow.is_dense, flow.path(0, 5)
     (3, False, [0, 1, 3, 5])
+    >>> print(af.order.analyze(af.masks.causal(6)[4:, :]))
+    6 positions (0-3 were there before), depth 1 (one layer suffices), 6 classes, Hasse diagram of 5 edges
     """
-    if not isinstance(masks, Mask | Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(masks, Mask | MaskGrid | Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise not_a_mask(masks)
-    per_layer = None if isinstance(masks, Mask) else tuple(masks)
-    chosen = (cast(Mask, masks),) if per_layer is None else per_layer
-    if not chosen:
-        raise ValueError("expected a mask or at least one mask per layer, got an empty sequence")
-    for layer, mask in enumerate(chosen):
-        if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise not_a_mask(mask)
-        where = "" if per_layer is None else f" (layer {layer + 1})"
-        if mask.num_queries != mask.num_keys:
-            raise ValueError(f"expected a square mask (queries and keys are the same), got shape {mask.shape}{where}")
-        if mask.shape != chosen[0].shape:
-            raise ValueError(f"expected masks of one size, got {chosen[0].shape} and {mask.shape}{where}")
-    return Flow(chosen, num_layers=None if per_layer is None else len(per_layer))
+    layered = not isinstance(masks, Mask | MaskGrid)
+    chosen, num_before = square_masks(masks if layered else (masks,), before, layered)
+    return Flow(chosen, len(chosen) if layered else None, num_before)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -75,10 +74,12 @@ class Flow(Result):
     Attributes:
         masks: the masks, one per layer, or a single one for all layers.
         num_layers: number of layers of a stack; None for a single mask.
+        num_before: the positions 0 .. num_before - 1 are keys that were there before the queries (a prefix, a cache).
     """
 
     masks: tuple[Mask, ...]
     num_layers: int | None
+    num_before: int = 0
 
     @property
     def size(self) -> int:
@@ -113,8 +114,9 @@ class Flow(Result):
     def __str__(self) -> str:
         hasse = f"Hasse diagram of {plural(len(self.hasse.edges), 'edge')}"
         enough = " (one layer suffices)" if self.is_dense else ""
+        before = f" ({label(tuple(range(self.num_before)))} were there before)" if self.num_before else ""
         return (
-            f"{plural(self.size, 'position')}, depth {self.depth}{enough}, "
+            f"{plural(self.size, 'position')}{before}, depth {self.depth}{enough}, "
             f"{plural(len(self.classes), 'class', 'classes')}, {hasse}"
         )
 
@@ -125,6 +127,7 @@ class Flow(Result):
             "version": self.version,
             "num_layers": self.num_layers,
             "size": self.size,
+            "num_before": self.num_before,
             "depth": self.depth,
             "is_dense": self.is_dense,
             "num_classes": len(self.classes),
@@ -137,7 +140,8 @@ class Flow(Result):
         """Rebuild the flow from the masks that `to_dict` wrote; its numbers are computed again."""
         content = cls._content(values)
         masks = [mask_from_dict(mask) for mask in as_list(content.get("masks"), "masks")]
-        return cls(tuple(masks), None if content.get("num_layers") is None else len(masks))
+        layers = None if content.get("num_layers") is None else len(masks)
+        return cls(tuple(masks), layers, as_integer(content.get("num_before", 0), "num_before"))
 
     def rows(self) -> list[dict[str, object]]:
         """One row per position: its class, the class's level in the Hasse diagram, and how many positions it reads."""
@@ -169,6 +173,10 @@ class Flow(Result):
     def _rank(self) -> IntArray | None:
         """The number of each position in `_layers`: long masks keep their compact numbering."""
         return self._numbered[1]
+
+    @property
+    def _paths(self) -> Paths:
+        return Paths(self._layers, self.num_layers is not None, self._rank)
 
     @cached_property
     def _products(self) -> list[Reach]:
@@ -249,12 +257,42 @@ class Flow(Result):
         Cost: O(intervals + n x positions visited).
         """
         source, target = self._position("source", source), self._position("target", target)
-        first, last = self._number(source), self._number(target)
-        if self.num_layers is not None:
-            path = reach.layered_path(self._layers, first, last)
-        else:
-            path = reach.shortest_path(self._layers[0], first, last) if self.reaches(source, target) else []
-        return path if self._rank is None else invert(self._rank)[path].tolist()
+        if source == target or (self.num_layers is None and not self.reaches(source, target)):
+            return [source] if source == target else []
+        return self._paths.first([source], [target])
+
+    def cut(self, sources: Indices, targets: Indices, what: What = "positions") -> FlowCut:
+        """Find the fewest positions, or pairs (query, key), that all information of the sources to the targets passes.
+
+        They are removed from every layer; sources and targets stay. Where a source and a target are a pair, no
+        positions separate them (`ok` is False). Of several smallest cuts of one mask, it is that nearest the targets.
+
+        Raises:
+            ValueError: there are no sources or no targets, they share a position, or there are too many pairs.
+
+        Cost: for one mask, a largest flow over its pairs. For a stack, an integer program over the pairs of all layers,
+        since the question is NP-hard there.
+
+        >>> import attnflow as af
+        >>> gist = af.masks.causal(7) & ~af.masks.from_edges([(q, k) for q in (5, 6) for k in range(4)], 7)
+        >>> print(af.order.analyze(gist).cut(range(4), [5, 6]))
+        all information from 0-3 to 5, 6 passes position 4: 0 -> 4 -> 5
+        """
+        return fewest(self._paths, sources, targets, what)
+
+    def only_channel(self, channel: Indices, sources: Indices, targets: Indices) -> FlowCut:
+        """Tell whether all information of the sources to the targets passes given positions, such as a gist.
+
+        The result is `ok` if it does, and if there is any. It prints as a sentence with a path as its witness.
+
+        Raises:
+            ValueError: sources, targets or channel are empty, or share a position. Cost: O(pairs).
+
+        >>> import attnflow as af
+        >>> print(af.order.analyze(af.masks.sliding_window(6, 3)).only_channel([2], [0, 1], [4, 5]))
+        position 2 is not the only channel from 0, 1 to 4, 5: 1 -> 3 -> 4 goes around
+        """
+        return only_channel(self._paths, channel, sources, targets)
 
     @cached_property
     def _members(self) -> tuple[list[tuple[int, ...]], IntArray]:

@@ -136,41 +136,41 @@ def arrivals(layers: Sequence[IntervalRows], query: int, most: int | None) -> In
     return first
 
 
-def shortest_path(rows: IntervalRows, source: int, target: int) -> list[int]:
-    """A path of fewest steps from `source` up to `target`; `source` must be below `target`."""
+def shortest_path(rows: IntervalRows, sources: IntArray, targets: IntArray, blocked: IntArray) -> list[int]:
+    """A path of fewest steps from a source up to a target, through none of `blocked`; [] if there is none."""
     towards = np.full(rows.num_rows, -1)  # the next position on the way up
-    towards[target] = target
-    frontier = [target]
-    while towards[source] < 0:
+    towards[blocked] = -2
+    towards[targets] = targets
+    frontier = targets.tolist()
+    while frontier and (towards[sources] < 0).all():
         reached: list[int] = []
         for query in frontier:
             keys = rows.keys_of(query)
-            fresh = keys[towards[keys] < 0]
+            fresh = keys[towards[keys] == -1]
             towards[fresh] = query
             reached += fresh.tolist()
         frontier = reached
-    path = [source]
-    while path[-1] != target:
+    path = sources[towards[sources] >= 0][:1].tolist()
+    while path and path[-1] != towards[path[-1]]:
         path.append(int(towards[path[-1]]))
     return path
 
 
-def layered_path(layers: Sequence[IntervalRows], source: int, target: int) -> list[int]:
-    """Positions after 0..L layers from `source` to `target` with the fewest moves; [] if unreachable."""
-    if source == target:
-        return [source]
-    n = layers[0].num_rows
+def layered_path(layers: Sequence[IntervalRows], sources: IntArray, targets: IntArray, blocked: IntArray) -> list[int]:
+    """Positions after 0..L layers from a source to a target, none blocked, with the fewest moves; [] if unreachable."""
     unreachable = len(layers) + 1
-    moves = np.full(n, unreachable)  # fewest moves from each position, at this layer boundary, to the target
-    moves[target] = 0
+    moves = np.full(layers[0].num_rows, unreachable)  # fewest, from each position at this layer boundary to a target
+    moves[targets] = 0
     history: list[IntArray] = [moves]
     for rows in reversed(layers):
         before = moves.copy()
         for value in range(int(moves[moves < unreachable].max()) + 1):
             keys = _read_by(rows, np.flatnonzero(moves == value))
             before[keys] = np.minimum(before[keys], value + 1)
+        before[blocked] = unreachable
         moves = before
         history.append(moves)
+    source = int(sources[np.argmin(moves[sources])])
     if moves[source] == unreachable:
         return []
     path = [source]

@@ -44,7 +44,10 @@ def mask_part(subject: Mask | Flow, context: Context) -> PagePart:
 def flow_of(mask: Mask) -> tuple[Flow | None, str]:
     queries, keys = mask.shape
     if queries != keys:
-        return None, f"queries and keys are different sequences ({queries} and {keys}): information does not return"
+        before = (
+            f"; if the first {keys - queries} keys were there before, see af.order.analyze" if keys > queries else ""
+        )
+        return None, f"queries and keys are different sequences ({queries} and {keys}): nothing returns{before}"
     if queries > LARGEST_ORDER:
         return None, f"the order is not computed above {LARGEST_ORDER} positions"
     return analyze(mask), ""

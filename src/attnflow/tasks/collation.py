@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NoReturn, cast, get_args
+from typing import Any, Final, Literal, NoReturn, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch.utils.data import get_worker_info
 from attnflow._core.checks import LARGEST_SIZE, boolean, index_array, integer
 from attnflow._core.plain import only_keys
 from attnflow.masks.batches import batch as masks_of
+from attnflow.masks.batches import block_diagonal
 from attnflow.masks.mask import Mask
 from attnflow.tasks.derivation import of_length_alone
 from attnflow.tasks.embedding import NO_ID, additive, averaging, id_table
@@ -86,6 +87,13 @@ class _Template:
         return all(torch.equal(mine, others) for mine, others in pairs) and self.mask == other.mask
 
 
+_Sample: TypeAlias = tuple[_Template, Tensor, Tensor]  # with the sample's own ids [n, width] and labels
+
+
+def _length(row: list[_Sample]) -> int:
+    return sum(len(ids) for _, ids, _ in row)
+
+
 class Collator:
     """Turns samples into a batch of merged tasks, so that one forward pass trains every sample's whole family.
 
@@ -99,8 +107,9 @@ class Collator:
     - `position_ids` int64 [batch, n];
     - `labels` for `af.tasks.loss`, which takes several weighted labels per position and shifts nothing.
 
-    Shorter sequences are padded at the end: padding attends only to itself, and nothing attends to it. All entries are
-    plain tensors with the batch dimension first, so worker processes, pinning and `accelerate` handle them.
+    Shorter sequences are padded at the end: padding attends only to itself, and nothing attends to it. With `pack_to`,
+    a row holds several samples side by side, each with its own mask and position ids, so that none sees another. All
+    entries are plain tensors with the batch dimension first, so worker processes, pinning and `accelerate` handle them.
 
         Trainer(model, args, train_dataset=samples, data_collator=af.tasks.Collator(af.tasks.causal_lm),
                 compute_loss_func=af.tasks.loss)
@@ -117,6 +126,8 @@ class Collator:
         pad_to_multiple_of: pads the merged length up to a multiple of this, so that batches can share a compiled model.
         masks: the form of `attention_mask`.
         min_width: with "intervals", the least number of intervals per query to make room for, rounded up to 2^k.
+        pack_to: most positions of a row, in which samples are packed: each goes into the first row with room for it.
+            By default every sample has a row of its own.
     """
 
     def __init__(
@@ -127,6 +138,7 @@ class Collator:
         pad_to_multiple_of: int = 1,
         masks: MaskForm = "dense",
         min_width: int = 1,
+        pack_to: int | None = None,
     ) -> None:
         if not callable(family_fn):
             raise TypeError(f"family_fn must be a function of token ids, got {type(family_fn).__name__}")
@@ -141,6 +153,7 @@ class Collator:
         self.pad_to_multiple_of = integer("pad_to_multiple_of", pad_to_multiple_of, 1, LARGEST_SIZE)
         self.masks = masks
         self.min_width = integer("min_width", min_width, 1, LARGEST_SIZE)
+        self.pack_to = None if pack_to is None else integer("pack_to", pack_to, 1, LARGEST_SIZE)
         self._test_first, self._told = not library, False
         self._templates: dict[int, _Template] = {}
         self._of_groups = getattr(family_fn, "func", family_fn) is rollouts  # under `partial`
@@ -152,11 +165,12 @@ class Collator:
         `af.tasks.rollouts` a sample is a mapping with the function's arguments: "prompts", "responses", and others.
 
         Raises:
-            ValueError: no samples, a sample without "input_ids", or one that `family_fn` refuses; the message names it.
+            ValueError: no samples, a sample without "input_ids", or one that `family_fn` refuses or that is longer than
+                `pack_to`; the message names it.
         """
         if not len(features):
             raise ValueError("a batch needs at least one sample, got none")
-        samples: list[tuple[_Template, Tensor, Tensor]] = []
+        rows: list[list[_Sample]] = []
         for number, feature in enumerate(features):
             try:
                 if self._of_groups:
@@ -166,8 +180,18 @@ class Collator:
                     template = self._template(tokens)
             except (ValueError, TypeError) as error:
                 raise type(error)(f"sample {number} of the batch: {error}") from error
-            samples.append((template, *template.filled(torch.tensor([*tokens, 0]))))
-        return self._padded(samples)
+            self._place((template, *template.filled(torch.tensor([*tokens, 0]))), number, rows)
+        return self._padded(rows)
+
+    def _place(self, sample: _Sample, number: int, rows: list[list[_Sample]]) -> None:
+        """Into the first row with room, or a new one."""
+        size, most = len(sample[1]), self.pack_to
+        if most is not None and size > most:
+            raise ValueError(f"sample {number} of the batch takes {size} positions, more than pack_to={most}")
+        row = next((row for row in rows if most is not None and _length(row) + size <= most), None)
+        if row is None:
+            rows.append(row := [])
+        row.append(sample)
 
     def tasks_of(self, feature: object) -> Tasks:
         """The tasks that `family_fn` gives for a sample."""
@@ -194,10 +218,10 @@ class Collator:
             self._templates[len(tokens)] = template
         return self._templates[len(tokens)]
 
-    def _padded(self, samples: list[tuple[_Template, Tensor, Tensor]]) -> dict[str, Tensor]:
-        longest = max(len(ids) for _, ids, _ in samples)
+    def _padded(self, rows: list[list[_Sample]]) -> dict[str, Tensor]:
+        longest = max(map(_length, rows))
         n = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        batch, width = len(samples), max(ids.shape[1] for _, ids, _ in samples)
+        batch, width = len(rows), max(ids.shape[1] for row in rows for _, ids, _ in row)
         if width > 1 and not self._told and get_worker_info() is None and not averaging():
             self._told = True
             _log.warning(
@@ -208,17 +232,20 @@ class Collator:
         input_ids = torch.full((batch, n, width), NO_ID, dtype=torch.int64)
         input_ids[:, :, 0] = 0  # at padded positions, which nothing reads
         position_ids = torch.zeros((batch, n), dtype=torch.int64)
-        most = max(own.shape[2] for _, _, own in samples)
+        most = max(own.shape[2] for row in rows for _, _, own in row)
         labels = torch.full((batch, n, _ROWS, 1 + most), NO_ID, dtype=torch.int64)
-        grid = masks_of([template.mask for template, _, _ in samples], n)  # padding attends to itself
+        grid = masks_of([block_diagonal([template.mask for template, _, _ in row]) for row in rows], n)
         mask = additive(grid.dense(), self.dtype) if self.masks == "dense" else grid.row_intervals(self.min_width)
-        for row, (template, ids, own) in enumerate(samples):
-            size = len(ids)
-            labels[row, :size, :, 1 : 1 + own.shape[2]] = own
-            input_ids[row, :size, : ids.shape[1]] = ids
-            position_ids[row, :size] = template.position_ids
-            if len(template.bias):
-                mask[row, :, :size, :size] += template.bias.to(self.dtype)
+        for number, row in enumerate(rows):
+            start = 0
+            for template, ids, own in row:
+                place = slice(start, start + len(ids))
+                labels[number, place, :, 1 : 1 + own.shape[2]] = own
+                input_ids[number, place, : ids.shape[1]] = ids
+                position_ids[number, place] = template.position_ids
+                if len(template.bias):
+                    mask[number, :, place, place] += template.bias.to(self.dtype)
+                start += len(ids)
         return {
             "input_ids": input_ids.squeeze(-1) if width == 1 else input_ids,
             "attention_mask": mask,

@@ -13,8 +13,8 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.results import Result
-from attnflow.masks.batches import MaskGrid
-from attnflow.masks.export.varlen import NotExpressible, end_to_end, sequences
+from attnflow.masks.batches import MaskGrid, block_diagonal
+from attnflow.masks.export.varlen import NotExpressible, sequences
 from attnflow.masks.intervals import IntervalRows, offsets, ragged
 from attnflow.masks.mask import Mask
 
@@ -205,7 +205,7 @@ def magi(mask: Mask | MaskGrid) -> MagiRanges:
     >>> form.q_ranges.tolist(), form.k_ranges.tolist(), form.attn_type_map.tolist()
     ([[0, 2], [2, 4]], [[0, 2], [0, 4]], [0, 1])
     """
-    mask = end_to_end(sequences(mask, "magi"))
+    mask = block_diagonal(sequences(mask, "magi"))
     slices: list[_Slice] = []
     running: dict[tuple[int, int], list[_Slice]] = {}  # by the keys of the next query that would continue them
     for query in range(mask.num_queries):

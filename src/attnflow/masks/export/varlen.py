@@ -15,7 +15,7 @@ from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.errors import AttnflowError
 from attnflow._core.results import Result
-from attnflow.masks.batches import MaskGrid
+from attnflow.masks.batches import MaskGrid, block_diagonal
 from attnflow.masks.intervals import IntervalRows, ragged
 from attnflow.masks.mask import Mask, not_a_mask
 
@@ -50,19 +50,6 @@ def sequences(mask: Mask | MaskGrid, format: str) -> list[Mask]:
                 reason = f"another head of sequence {number} does not agree, and heads share one mask"
                 raise NotExpressible(format, head, differing[0], reason)
     return [row[0] for row in mask.masks]
-
-
-def end_to_end(masks: list[Mask]) -> Mask:
-    """Joins the sequences of a batch into one; no query sees another sequence."""
-    if len(masks) == 1:
-        return masks[0]
-    total, first = sum(mask.num_keys for mask in masks), 0
-    parts: list[IntervalRows] = []
-    for mask in masks:
-        rows = mask.intervals()
-        parts.append(IntervalRows(rows.indptr, rows.starts + np.int32(first), rows.ends + np.int32(first), total))
-        first += mask.num_keys
-    return Mask(IntervalRows.stack(parts, total), f"{len(masks)} sequences end to end")
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +173,7 @@ def bands_of(mask: Mask, format: str) -> Bands:
 
 def bands_of_batch(masks: list[Mask], format: str) -> Bands:
     """`bands_of` for sequences end to end; one that is not square is one document."""
-    whole = end_to_end(masks)
+    whole = block_diagonal(masks)
     if len(masks) == 1 or all(mask.num_queries == mask.num_keys for mask in masks):
         return bands_of(whole, format)
     parts = [bands_of(mask, format) for mask in masks]
