@@ -23,7 +23,7 @@ from attnflow.tasks.trained import require_trained
 from attnflow.tasks.writing import Feed, Writing
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
-Partial = Sequence[int | None] | Sequence[Sequence[int | None]] | Tensor
+Prompt = Sequence[int | None] | Sequence[Sequence[int | None]] | Tensor
 Drafts = Callable[[list[int]], Sequence[int] | Sequence[Sequence[int]]]
 
 
@@ -60,7 +60,7 @@ class Decoded(Result):
 def generate(
     model: nn.Module | Loaded,
     plan: Decoder,
-    prompt: Partial,
+    prompt: Prompt,
     *,
     max_new_tokens: int | None = None,
     draft: Drafts | None = None,
