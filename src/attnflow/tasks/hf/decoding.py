@@ -15,9 +15,9 @@ from attnflow._core.checks import IntArray, index_array, integer
 from attnflow._core.results import Result
 from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject
-from attnflow.tasks.decoder import Decoder, decoder
 from attnflow.tasks.families import Clean, block_two_stream, mask_id, towards
 from attnflow.tasks.hf.cached import CachedPasses, Choice, decodable, require_room
+from attnflow.tasks.plan import Decoder, decoder
 from attnflow.tasks.task import Label, Task, Token
 from attnflow.tasks.trained import require_trained
 from attnflow.tasks.writing import Feed, Writing
