@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
 from attnflow.tasks.collation import Collator, loss
-from attnflow.tasks.decoder import Decoder, decoder
 from attnflow.tasks.embedding import average_embeddings
 from attnflow.tasks.extra_tokens import gist, look_ahead
 from attnflow.tasks.families import (
@@ -18,6 +17,7 @@ from attnflow.tasks.families import (
 )
 from attnflow.tasks.leaks import check
 from attnflow.tasks.merging import merge
+from attnflow.tasks.plan import Decoder, decoder
 from attnflow.tasks.rollout_groups import rollouts
 from attnflow.tasks.task import Label, Task, Token
 from attnflow.tasks.verification import verify

@@ -18,7 +18,7 @@ _HEADER: Final = {"attnflow": "decoder description", "version": 1}
 _INPUTS: Final = "[MASK]", "token", "mean"
 _SIDES: Final = "before", "within", "after"
 _ORDERS: Final = "earlier block", "earlier in its block", "its own place", "later in its block", "later block"
-_LARGEST: Final = 1024  # positions of a group that is looked at, unless all are larger
+_LARGEST: Final = 1024  # positions of a group that are looked at: those nearest to what is written
 _NEVER: Final = 1 << 62
 _Kind = tuple[int, bool, str, tuple[int, ...]]
 """Tokens written at once, are these all, what predicts them from how far ahead, ids of [MASK]."""
@@ -99,9 +99,9 @@ def _relations(facts: Facts) -> Iterator[tuple[_Kind, str, BoolArray, IntArray]]
         kinds.setdefault((count, every, source, masks), []).append((rows, int(written.min()), count))
     for kind, groups in kinds.items():
         groups.sort(key=lambda group: len(group[0]))
-        small = [group for group in groups if len(group[0]) <= _LARGEST] or groups[:1]
-        for index in np.unique(np.linspace(0, len(small) - 1, 7).round().astype(int)).tolist():
-            rows, first, writes = small[index]
+        for index in np.unique(np.linspace(0, len(groups) - 1, 7).round().astype(int)).tolist():
+            rows, first, writes = groups[index]
+            rows = rows[np.argsort(abs(place[rows] - first), kind="stable")[:_LARGEST]]
             block = (place[rows] - first) // writes
             part = held[rows] * 3 + 1 + np.sign(block)
             apart = place[rows][None, :] - place[rows][:, None]

@@ -83,7 +83,10 @@ class Facts:
         token = int(refused[0])
         rows = self.row[self.data == token]
         if not len(rows):
-            raise ValueError(f"token {token} cannot be written: no position predicts it. Give it in the prompt")
+            raise ValueError(
+                f"token {token} cannot be written: no position predicts it. Give it in the "
+                "prompt, or decode a family in which it is predicted"
+            )
         unread = stuck[self.needs[stuck, rows[0]]]
         raise ValueError(
             f"token {token} cannot be written: position {rows[0]}, which predicts it, reads tokens {preview(unread)}, "

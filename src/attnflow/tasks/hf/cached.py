@@ -141,7 +141,7 @@ class Choice:
             if float(torch.rand((), generator=self._generator)) < float(chances[draft.token] / drawn[draft.token]):
                 return place, chances
             rest = (chances - drawn).clamp(min=0)
-            chances = rest / rest.sum()
+            chances = rest / rest.sum() if bool(rest.any()) else chances  # nothing is left where p = q up to rounding
         return None, chances
 
     def _chances(self, logits: Tensor) -> Tensor:

@@ -15,15 +15,15 @@ from attnflow._core.checks import IntArray, index_array, integer
 from attnflow._core.results import Result
 from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject
-from attnflow.tasks.decoder import Decoder, decoder
 from attnflow.tasks.families import Clean, block_two_stream, mask_id, towards
 from attnflow.tasks.hf.cached import CachedPasses, Choice, decodable, require_room
+from attnflow.tasks.plan import Decoder, decoder
 from attnflow.tasks.task import Label, Task, Token
 from attnflow.tasks.trained import require_trained
 from attnflow.tasks.writing import Feed, Writing
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
-Partial = Sequence[int | None] | Sequence[Sequence[int | None]] | Tensor
+Prompt = Sequence[int | None] | Sequence[Sequence[int | None]] | Tensor
 Drafts = Callable[[list[int]], Sequence[int] | Sequence[Sequence[int]]]
 
 
@@ -60,7 +60,7 @@ class Decoded(Result):
 def generate(
     model: nn.Module | Loaded,
     plan: Decoder,
-    prompt: Partial,
+    prompt: Prompt,
     *,
     max_new_tokens: int | None = None,
     draft: Drafts | None = None,

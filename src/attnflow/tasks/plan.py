@@ -125,9 +125,10 @@ class Decoder(Result):
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a file as every result does, or store beside a checkpoint how its family decodes.
 
-        In a folder that exists it writes attnflow_decoder.json: from what each kind of task predicts, how many tokens
-        it writes, and who reads whom by place and block. It holds for texts of any length. `generate`,
-        `generate_blocks` and `infill` then refuse a model from that folder if they would compute something else.
+        In a folder that exists it writes attnflow_decoder.json: how many tokens each kind of task writes, from what,
+        and who reads whom by block and distance, among the 1,024 positions nearest to what is written. It holds for
+        texts of any length. `generate`, `generate_blocks` and `infill` then refuse a model from that folder if they
+        would read otherwise, or read what this family does not show: save one of at least three blocks.
 
         Raises:
             ValueError: the suffix is another one than of results; or who reads whom depends on more than stream, block
