@@ -40,6 +40,12 @@ def test_importing_attnflow_imports_nothing_heavy():
     assert python(code).strip() == "[]"
 
 
+def test_drawing_masks_waits_for_no_compiler_and_no_models():
+    """The process of each page of the studio, and the commands about masks, begin with these."""
+    code = "import sys, attnflow.report.live.session; print({'torch._dynamo', 'transformers'} & set(sys.modules))"
+    assert python(code).strip() == "set()"
+
+
 def test_every_public_name_exists_and_completion_shows_no_other():
     for module in (af, *ROOMS):
         assert len(set(module.__all__)) == len(module.__all__)

@@ -56,6 +56,18 @@ def converted(family="llama"):
     return from_ffn(plain.eval())
 
 
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_layer_that_runs_twice_is_refused_and_nothing_changes(guard, tokenizer):
+    model = converted()
+    model.model.layers[3].mlp = model.model.layers[1].mlp  # as layers that share their weights
+    before = state(model)
+    with pytest.raises(ValueError, match="layer 1 runs twice in a pass: name layers that run once"):
+        edit(model, FRANCE, text=TEXT, tokenizer=tokenizer, layers=[1], guard=guard)
+    assert all(torch.equal(value, before[name]) for name, value in state(model).items())
+    with edit(model, FRANCE, text=TEXT, tokenizer=tokenizer, layers=[2], guard=guard) as handle:
+        assert len(handle.report.facts) == 1
+
+
 def state(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 

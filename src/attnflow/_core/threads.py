@@ -1,57 +1,20 @@
-"""One model in several threads: state that each call keeps for itself, and work that must run alone.
-
-A forward pass runs in one thread from start to end, so the state of a call is kept per thread.
-"""
+"""One model in several threads: work that must run alone. `per_thread` has the state that each call keeps."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final, Generic, TypeVar, cast
-from weakref import WeakSet
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
-_T = TypeVar("_T")
-_F = TypeVar("_F", bound=Callable[..., object])
 _LOOK: Final = 0.05  # seconds between checks for calls that ended without `leave`
 _PATIENCE: Final = 300.0  # seconds to wait for a call of another thread
-_making: Final = threading.Lock()
-
-
-def untraced(function: _F) -> _F:
-    return cast(_F, torch.compiler.disable(function))
-
-
-class PerThread(Generic[_T]):
-    """A value for each thread, made by `make()` at the thread's first call; copies and pickles start empty.
-
-    Calling it ends a compiled graph, because a compiler would keep the value of the thread that it traced.
-    """
-
-    def __init__(self, make: Callable[[], _T]) -> None:
-        self._make, self._here = make, threading.local()
-        self._values: WeakSet[Any] = WeakSet()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return PerThread, (self._make,)
-
-    @untraced
-    def __call__(self) -> _T:
-        if not hasattr(self._here, "value"):
-            self._here.value = self._make()
-            with _making:
-                self._values.add(self._here.value)
-        return cast(_T, self._here.value)
-
-    def all(self) -> list[_T]:
-        with _making:
-            return list(self._values)
 
 
 class _Looks:
@@ -98,7 +61,6 @@ def alone_with(parts: Iterable[nn.Module]) -> Generator[None]:
         frames = sys._current_frames()
         return any(calls_of(frames[t]) for t in frames if t != here and t not in _looks.parked)
 
-    @untraced
     def wait(module: nn.Module, args: object) -> None:
         if threading.get_ident() != _looks.thread and calls_of(sys._getframe()) < 2:  # else inside a call
             with _looks.parking():
@@ -108,7 +70,8 @@ def alone_with(parts: Iterable[nn.Module]) -> Generator[None]:
     if not outer:
         with _looks.parking(look=True):
             pass
-    hooks = [module.register_forward_pre_hook(wait, prepend=True) for module in modules]
+    untraced = cast(Any, torch.compiler.disable(wait))
+    hooks = [module.register_forward_pre_hook(untraced, prepend=True) for module in modules]
     try:
         began = time.monotonic()
         while others():

@@ -18,7 +18,8 @@ from attnflow._core.checks import integer
 from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
-from attnflow._core.threads import Turns, untraced
+from attnflow._core.per_thread import untraced
+from attnflow._core.threads import Turns
 from attnflow.audit.audit import AuditOptions, audited
 from attnflow.audit.batch.alone import compare_alone
 from attnflow.audit.batch.cutting import attached_masks

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow._core.threads import PerThread
+from attnflow._core.per_thread import PerThread
 from attnflow.bias.config import LayerShape
 from attnflow.bias.hf.cache import refuse_biased
 from attnflow.bias.kind import LayerBias

@@ -20,12 +20,15 @@ def inputs_everywhere(
 ) -> dict[Any, Tensor]:
     """Compute what modules read at all tokens of some texts, [tokens, width], in float64; {} without texts.
 
-    The input of a layer's values are the weights of its entries.
+    The input of a layer's values are the weights of its entries. Raises ValueError if a module runs twice in a pass.
     """
     parts: dict[Any, list[Tensor]] = {}
     for some in _batches(texts):
         there = torch.arange(max(map(len, some))) < torch.tensor([[len(ids)] for ids in some])
         for call in calls_of(modules, lambda some=some: run(subject, some, **subject.sparing)):
+            if call.number:
+                layer = call.name[0] if isinstance(call.name, tuple) else call.name
+                raise ValueError(f"layer {layer} runs twice in a pass: name layers that run once in layers=...")
             parts.setdefault(call.name, []).append(call.first.flatten(0, -2).cpu()[there.flatten()].double())
     return {name: torch.cat(inputs) for name, inputs in parts.items()}
 

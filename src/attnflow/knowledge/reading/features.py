@@ -22,7 +22,7 @@ from attnflow._core.checks import integer, preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
-from attnflow._core.threads import PerThread
+from attnflow._core.per_thread import PerThread
 from attnflow.knowledge.layered import LayerReader
 from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.feature_tensors import NAMES, Tensors, feature_tensors

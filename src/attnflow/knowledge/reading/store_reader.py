@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from attnflow._core.checks import integer, preview
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow._core.threads import PerThread
+from attnflow._core.per_thread import PerThread
 from attnflow.knowledge.attention import GeneralizedCrossAttention, softmax_one
 from attnflow.knowledge.layered import SharedReader, reads_entries
 from attnflow.knowledge.store import Store

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from attnflow._core.checks import Indices
-from attnflow._core.threads import untraced
+from attnflow._core.per_thread import untraced
 from attnflow.knowledge.retrieval import Neighbours, Retrieval
 from attnflow.knowledge.store import Store
 from attnflow.knowledge.store.rows import EntryRows

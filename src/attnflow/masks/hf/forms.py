@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.checks import IntArray
-from attnflow._core.threads import untraced
+from attnflow._core.per_thread import untraced
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask

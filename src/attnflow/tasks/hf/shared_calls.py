@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import IntArray
 from attnflow._core.markup import plural
+from attnflow._core.per_thread import PerThread, untraced
 from attnflow._core.results import Result
-from attnflow._core.threads import PerThread, untraced
 from attnflow.models.passes.evaluation import examined, examining, unchanged
 from attnflow.models.passes.interception import FLEX, Interceptor, base_implementation, in_force
 from attnflow.tasks.embedding import NO_ID, additive
