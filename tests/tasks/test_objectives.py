@@ -254,3 +254,15 @@ def test_it_is_trained_and_then_writes_what_its_task_says(name):
     assert {label.data_index: label.target_id for label in task.labels if label.data_index >= known} == {
         label.data_index: int(best[label.position]) for label in task.labels if label.data_index >= known
     }
+
+
+def test_a_context_that_only_gists_read_leaves_the_cache():
+    torch.manual_seed(0)
+    model = tiny("Llama", torch.float64, vocab_size=16, num_hidden_layers=2)
+    widths = list[int]()
+    model.model.layers[1].self_attn.register_forward_hook(
+        lambda _, __, kwargs, ___: widths.append(kwargs["attention_mask"].shape[-1]), with_kwargs=True
+    )
+    for family in (lambda text: tasks.gist(text[:8], [text[8:]], 2, gist_token=14), tasks.causal_lm):
+        tasks.generate(model, tasks.decoder(family(range(12))), list(range(1, 9)), eos_token=-1)
+    assert widths == [10, 3, 4, 5, 8, 9, 10, 11]  # two gist tokens stand for eight

@@ -284,3 +284,7 @@ class Writing:
         final &= ~np.isin(feed.rows, waiting)
         self.held[feed.rows[final]] = True
         return final
+
+    def read_later(self, rows: IntArray) -> BoolArray:
+        """Which positions are read by one that has not run for the last time: gist tokens, but not their context."""
+        return np.any(self.facts.allow(np.flatnonzero(~self.held), rows), axis=0)

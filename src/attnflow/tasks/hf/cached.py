@@ -75,15 +75,22 @@ class CachedPasses:
         return logits[:, -keep:].cpu()
 
     def settle(self, kept: Mapping[int, tuple[Feed, BoolArray]]) -> None:
-        """Enter the rows that stay into the slots, and cut off those at the end that no text keeps."""
+        """Enter the rows that stay and are read later into the slots; no room is kept for most of the others."""
         width = max(len(feed.rows) for feed, _ in kept.values())
         fresh = np.full((len(self._texts), width), -1)
         for one, (feed, final) in kept.items():
-            fresh[one, width - len(final) :] = np.where(final, feed.rows, -1)
+            stays = final & self._texts[one].read_later(feed.rows)
+            fresh[one, width - len(final) :] = np.where(stays, feed.rows, -1)
         used = np.flatnonzero((fresh >= 0).any(axis=0))
         length = int(used[-1]) + 1 if len(used) else 0
         if length < width:
             self._cache.crop(length - width)
+        if 2 * len(used) < length:  # a copy of the cache, where it at least halves what is new
+            slots = np.append(np.arange(self._slots.shape[1]), self._slots.shape[1] + used)
+            kept_slots = torch.from_numpy(slots).to(self._device)
+            for layer in cast(Any, self._cache).layers:
+                layer.keys, layer.values = (part.index_select(2, kept_slots) for part in (layer.keys, layer.values))
+            fresh, length = fresh[:, used], len(used)
         self._slots = np.concatenate([self._slots, fresh[:, :length]], axis=1)
 
 
