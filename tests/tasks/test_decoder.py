@@ -171,3 +171,13 @@ def test_what_has_no_short_description_is_not_stored(tmp_path):
     (tmp_path / "attnflow_decoder.json").write_text('{"attnflow": "decoder description", "version": 2}')
     with pytest.raises(ValueError, match="describes no decoder that this release reads"):
         require_trained(shuffled.facts, tmp_path)
+
+
+def test_a_merge_whose_keys_stand_for_several_is_refused():
+    """Two equal roots under one token: the plan would drop the logarithm that the second one adds."""
+    roots = [Token(1, 0, ()), Token(1, 0, ()), Token(2, 1)]
+    mask = masks.from_edges([(0, 0), (1, 1), (2, 0), (2, 1), (2, 2)], 3)
+    family = [Task(roots, [Label(2, Token(3, 2))], mask)]
+    assert tasks.decoder(tasks.merge(family)).known
+    with pytest.raises(ValueError, match="stand for several positions.*merge without key_bias"):
+        tasks.decoder(tasks.merge(family, key_bias=True))

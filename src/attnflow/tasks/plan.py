@@ -94,7 +94,7 @@ class Decoder(Result):
     def __str__(self) -> str:
         written = sum(len(each.writes) for each in self.passes)
         passes = plural(len(self.passes), "pass", "passes")
-        lines = [f"{plural(written, 'token')} after {len(self.known)} known ones in {passes}"]
+        lines = [f"{plural(written, 'token')} after {plural(len(self.known), 'known one')} in {passes}"]
         lines[0] += "" if self.caches else "; nothing is final before the end, so every pass reads everything anew"
         for number, each in enumerate(self.passes[:8]):
             masked = f" ({len(each.masked)} as [MASK])" if each.masked else ""
@@ -154,7 +154,7 @@ def decoder(family: Sequence[Task] | Task | MergedTask, known: Sequence[int] | N
 
     Raises:
         ValueError: a token cannot be written, as what predicts it reads tokens that are not written before it; an
-            input is neither data nor fixed; nothing is predicted; or the family cannot be merged.
+            input is neither data nor fixed; nothing is predicted; the family cannot be merged, or was with `key_bias`.
 
     Cost: the closure of the task's mask, and tokens x positions bytes.
 
@@ -166,6 +166,10 @@ def decoder(family: Sequence[Task] | Task | MergedTask, known: Sequence[int] | N
     >>> decoder(af.tasks.masked_lm(range(3), range(3), mask_token=9)).caches
     False
     """
+    if isinstance(family, MergedTask) and len(family.multiplicity):
+        raise ValueError(
+            "some keys of this merged task stand for several positions, which no decoder counts: merge without key_bias"
+        )
     if isinstance(family, Task | MergedTask):
         task = family if isinstance(family, Task) else family.task
     else:

@@ -33,7 +33,7 @@ def random_order(text):
     draw, n = np.random.default_rng(5), len(text)
     step = np.append(0, 1 + draw.permutation(n - 1))  # the prompt is token 0
     allow = (step[:, None] > step) & (draw.random((n, n)) < 0.4) | np.eye(n, dtype=bool)
-    place = np.argsort(step)
+    place = np.argsort(step).tolist()
     labels = [Label(place[t], Token(text[place[t + 1]], place[t + 1])) for t in range(n - 1)]
     return [Task([Token(token, i) for i, token in enumerate(text)], labels, masks.from_dense(torch.from_numpy(allow)))]
 
