@@ -78,6 +78,7 @@ CASES = [
     ("mask show sliding_window --set window", "--set takes NAME=VALUE"),
     ("mask show causal --n 1000000000000", "n is at most 4,194,304 by name"),
     ("mask show document --n 4 --set lengths=3", "has no parameter n"),
+    ("mask show document", "such as lengths=5,3,4, got none"),
     ("mask show block_causal --n 10 --set block=4", "n must be a multiple of block = 4, got 10; pad to 12"),
     ("mask show task.json --n 3", "apply only to masks of the catalogue"),
     ("mask show causal -o mask", "the name must end in"),

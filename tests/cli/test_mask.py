@@ -37,6 +37,13 @@ def test_json_lists_every_mask_of_the_catalogue(run: Callable) -> None:
         assert mask["example"].startswith(f"attnflow mask show {mask['name']} ")
 
 
+def test_documents_are_given_in_any_form(run: Callable) -> None:
+    forms = ["lengths=2,1", "ids=7,7,9", "position_ids=0,1,0", "cu_seqlens=0,2,3"]
+    shown = [run.ok("mask", "show", "document", "--set", form, "--json") for form in forms]
+    assert len(set(shown)) == 1
+    assert json.loads(shown[0])["parameters"] == {"lengths": [2, 1], "inner": "causal"}
+
+
 def test_a_file_stands_for_its_mask(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, spec = tmp_path / "spec.json", {"name": "causal", "parameters": {"n": 3}}
     expected = run("mask", "show", "causal", "--n", "3").out

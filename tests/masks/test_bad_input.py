@@ -60,7 +60,7 @@ PARAMETERS = [
     (lambda: masks.document(cu_seqlens=[5, 3]), "cu_seqlens must start at 0 and never decrease, but entry 0"),
     (lambda: masks.document(cu_seqlens=[0, 5, 3]), "but entry 2"),
     (lambda: masks.document(cu_seqlens=[]), "must start at 0"),
-    (lambda: masks.document(), "one of lengths, ids, position_ids, cu_seqlens, got none"),
+    (lambda: masks.document(), "one of lengths, ids, position_ids, cu_seqlens, such as .* got none"),
     (lambda: masks.document([2], ids=[0, 0]), "got lengths and ids"),
     (lambda: masks.document(torch.tensor([[0, 0, 1], [0, 1, 1]])), "lengths must be one-dimensional"),
     (lambda: unchecked(masks.document)([2], inner="half"), 'inner must be "causal" or "full"'),

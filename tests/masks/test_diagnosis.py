@@ -140,6 +140,17 @@ def test_unusual_masks_are_near_nothing():
         assert "nearly" not in kinds(mask), mask
 
 
+@pytest.mark.parametrize("noisy", ["full", "causal"])
+@pytest.mark.parametrize("blocks", [16, 64])
+def test_published_variants_of_block_diffusion_are_no_mistakes(noisy, blocks):
+    """SBD and I-DLM: the clean stream is causal by token, and so, in I-DLM, is each noised block."""
+    q, k = np.indices((8 * blocks,) * 2)
+    clean_q, clean_k, q, k = q >= 4 * blocks, k >= 4 * blocks, q % (4 * blocks), k % (4 * blocks)
+    own = ~clean_q & ~clean_k & (q // 4 == k // 4) & ((k <= q) | (noisy == "full"))
+    table = own | (~clean_q & clean_k & (k // 4 < q // 4)) | (clean_q & clean_k & (k <= q))
+    assert kinds(masks.from_dense(torch.from_numpy(table))) == []
+
+
 def test_files(tmp_path):
     table = masks.causal(6).dense()
     additive = torch.zeros(6, 6).masked_fill(~table, -torch.inf)

@@ -131,7 +131,7 @@ def document(
     given = [(name, index_array(name, values)) for name, values in sources.items() if values is not None]
     if len(given) != 1:
         got = " and ".join(name for name, _ in given) or "none"
-        raise ValueError(f"document takes one of {', '.join(sources)}, got {got}")
+        raise ValueError(f"document takes one of {', '.join(sources)}, such as lengths=5,3,4, got {got}")
     return packed(_lengths(*given[0]), inner)
 
 

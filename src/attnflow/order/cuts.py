@@ -111,8 +111,8 @@ def fewest(paths: Paths, sources: Indices, targets: Indices, what: What) -> Flow
     parts = [rows.expand() for rows in paths.layers]
     search = _by_program if paths.stacked else _by_flow
     removed = paths.named(search(parts, paths.layers[0].num_rows, paths.number(start), paths.number(end), what))
-    found = removed[np.lexsort(removed.reshape(len(removed), -1).T[::-1])].tolist()
-    positions, pairs = (tuple(found), ()) if what == "positions" else ((), tuple((q, k) for q, k in found))
+    found = tuple(sorted(removed.tolist()))
+    positions, pairs = (found, ()) if what == "positions" else ((), tuple((q, k) for q, k in found))
     return FlowCut(start, end, positions, pairs, True, True, tuple(path))
 
 
@@ -188,7 +188,10 @@ def _by_program(parts: Parts, n: int, sources: IntArray, targets: IntArray, what
     low[size - n + targets] = 1
     chosen = (np.arange(size) < len(units)).astype(np.int64)
     conditions = LinearConstraint(csr_array(coo_array((value, (row, column)), shape=(len(query), size))), ub=0)
-    found = milp(chosen, integrality=chosen, bounds=Bounds(low, high), constraints=conditions)
+    # By default a solution may be 0.01 % too large.
+    found = milp(
+        chosen, integrality=chosen, bounds=Bounds(low, high), constraints=conditions, options={"mip_rel_gap": 0.0}
+    )
     assert found.status == 0, found.message
     removed = units[np.flatnonzero(found.x[: len(units)] > 0.5)]
     return removed if what == "positions" else np.stack(np.divmod(removed, n), axis=1)
