@@ -304,6 +304,8 @@ def test_the_collator_adds_the_logarithm_or_refuses(masks_form):
         with pytest.raises(ValueError, match=r"sample 0 .* one key under a mask counts once\. Pass key_bias=True"):
             collate([[1]])
         return
+    twice = [Task([Token(5, 0, ())] * 2, [], masks.full(2))]  # of dense families it keeps copies
+    assert tasks.Collator(lambda _: twice, by_length=False)([[1]])["input_ids"].tolist() == [[5, 5]]
     batch = collate([[1], [2]])
     merged = tasks.merge(equal_documents(), key_bias=True)
     allow = merged.task.mask.dense()
