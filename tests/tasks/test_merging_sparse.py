@@ -27,8 +27,10 @@ def specs(draw: st.DrawFn, total: int = 12, self_too: bool = False) -> list:
         n = draw(st.integers(1, min(left, 6)))
         bits, digits = draw(st.integers(0, 2 ** (n * n) - 1)), draw(st.integers(0, 4**n - 1))
         allow = np.array([bits >> i & 1 for i in range(n * n)], dtype=bool).reshape(n, n)
-        kind = draw(st.sampled_from(["any", "causal", "window"]))
-        if kind != "any":
+        kind = draw(st.sampled_from(["any", "causal", "window", "full"]))
+        if kind == "full":
+            allow[:, : draw(st.integers(1, n))] = True
+        elif kind != "any":
             allow = np.tril(allow)
         if kind == "window":
             allow = np.tril(np.ones((n, n), bool)) & ~np.tril(np.ones((n, n), bool), -draw(st.integers(1, 3)))
@@ -268,6 +270,10 @@ def test_the_multiplicity_is_needed():
     merged = tasks.merge(family, key_bias=True)
     alone = MergedTask(merged.task, merged.positions, merged.node, merged.lower_bound, merged.is_minimal)
     assert tasks.verify(family, alone, model, gradients=False).output_difference > 1e-3
+    right = tasks.verify(family, merged, model, gradients=False)
+    assert -sum(tasks.score(model, merged).log_probs) == pytest.approx(right.merged_loss, rel=1e-6)
+    with pytest.raises(ValueError, match="Pass key_bias=True"):
+        tasks.score(model, family)
     gists = gist_family()
     dense = tasks.merge([task.densified() for task in gists])
     assert tasks.verify(gists, dense, model, gradients=False).output_difference > 1e-3
@@ -278,6 +284,19 @@ def test_text_of_a_merged_task_says_what_it_needs():
     assert "log_multiplicity" not in str(tasks.merge(gist_family()))
 
 
+@pytest.mark.parametrize("word", ["aba", "abcb", "abcba", "ababab"])
+def test_one_key_for_letters_that_stand_forwards_and_backwards(word):
+    """Numbers of equal positions go up and down again within one interval of keys."""
+    family = [Task([Token(ord(letter), 0) for letter in word], [], masks.full(len(word)))]
+    merged = tasks.merge(family, key_bias=True)
+    letters = [chr(token.ids[0]) for token in merged.task.inputs]
+    assert sorted(letters) == sorted(set(word))
+    assert merged.task.mask == masks.full(len(letters))
+    many = {(q, k): many for q, k, many in merged.multiplicity.tolist()}
+    for q in range(len(letters)):
+        assert [many.get((q, k), 1) for k in range(len(letters))] == [word.count(letter) for letter in letters]
+
+
 @pytest.mark.parametrize("masks_form", ["dense", "intervals"])
 def test_the_collator_adds_the_logarithm_or_refuses(masks_form):
     collate = tasks.Collator(lambda _: equal_documents(), by_length=False, masks=masks_form, pad_to_multiple_of=16)
@@ -285,6 +304,8 @@ def test_the_collator_adds_the_logarithm_or_refuses(masks_form):
         with pytest.raises(ValueError, match=r"sample 0 .* one key under a mask counts once\. Pass key_bias=True"):
             collate([[1]])
         return
+    twice = [Task([Token(5, 0, ())] * 2, [], masks.full(2))]  # of dense families it keeps copies
+    assert tasks.Collator(lambda _: twice, by_length=False)([[1]])["input_ids"].tolist() == [[5, 5]]
     batch = collate([[1], [2]])
     merged = tasks.merge(equal_documents(), key_bias=True)
     allow = merged.task.mask.dense()

@@ -178,7 +178,7 @@ def pieces_of(rows: IntervalRows, new_key: IntArray | None, limit: int) -> Piece
     row, starts, ends = rows.row_index(), rows.starts.astype(np.int64), rows.ends.astype(np.int64)
     if new_key is None or not len(starts):
         return row, starts, ends
-    # Neighbouring keys whose numbers go up, or all down, by one are a run; an interval becomes the parts of its runs.
+    # Neighbouring keys whose numbers all go up, or all down, by one are a run; an interval becomes parts of runs.
     step = np.diff(new_key, prepend=new_key[:1])
     first = np.flatnonzero((np.abs(step) != 1) | (step * np.roll(step, 1) == -1))
     run = np.searchsorted(first, np.stack([starts, ends - 1]), side="right") - 1

@@ -26,7 +26,7 @@ from attnflow.masks.batches import block_diagonal
 from attnflow.masks.mask import Mask
 from attnflow.tasks.derivation import of_length_alone
 from attnflow.tasks.embedding import NO_ID, additive, averaging, id_table
-from attnflow.tasks.merging import merge
+from attnflow.tasks.merging import merge_with
 from attnflow.tasks.rollout_groups import rollouts
 from attnflow.tasks.task import Task
 
@@ -65,7 +65,7 @@ class _Template:
     def of(cls, tasks: Tasks, masks: str) -> _Template:
         task, bias = tasks, torch.zeros(0, 0)
         if not isinstance(task, Task):
-            merged = merge(task, key_bias=masks == "dense")
+            merged = merge_with(task, sparse_bias=masks == "dense", dense_bias=False)
             task = merged.task
             bias = merged.log_multiplicity() if len(merged.multiplicity) else bias
         return cls(id_table(task), task.position_ids, _packed(task), task.mask, bias)
@@ -101,7 +101,7 @@ class Collator:
     - `input_ids` int64 [batch, n]; with averaged tokens [batch, n, width], filled up with -100; the model
       then needs `af.tasks.average_embeddings(model)`;
     - `attention_mask` in the form that `masks` names. "dense" is additive, [batch, 1, n, n] of `dtype`; any model takes
-      it, and where a key stands for several positions (`merge`, `key_bias`) the logarithm of their number is added.
+      it. Families that are not dense merge with `key_bias` here, and the logarithms are added to the mask.
       "intervals" is int32 [batch, 1, rows, n], the row intervals of `af.masks.batch`, for a model under
       `af.masks.attach(model, "batch")` with any backend;
     - `position_ids` int64 [batch, n];

@@ -148,10 +148,10 @@ def refined(
     groups: dict[int, list[int]] = {}
     for number, task in enumerate(tasks):
         groups.setdefault(id(task.mask), []).append(number)
-    before, now = -1, _distinct(colours)
+    before, now = -1, np.count_nonzero(np.bincount(np.concatenate([*inputs, np.zeros(0, np.int64)])))
     reads = colours
     while before < now:
-        reads, old = list(colours), list(colours)
+        reads, old = list(colours), colours
         for same in groups.values():  # under one mask, about `_TOGETHER` intervals and positions at a time
             mask = tasks[same[0]].mask
             step = max(1, _TOGETHER // (1 + mask.num_queries + len(mask.relabelled()[0].starts)))
@@ -163,12 +163,8 @@ def refined(
             np.add.at(reads[-1], query, (many - 1).astype(np.uint64) * old[-1][key])
         reads = [mix(sums) for sums in reads]
         colours = [mix(sums ^ colour) for sums, colour in zip(reads, old, strict=True)]
-        before, now = now, _distinct(colours)
+        before, now = now, len(np.unique(np.concatenate([*colours, np.zeros(0, np.uint64)])))
     return colours, reads
-
-
-def _distinct(colours: Sequence[Hashes]) -> int:
-    return len(np.unique(np.concatenate([*colours, np.zeros(0, np.uint64)])))
 
 
 def _row_sums(mask: Mask, values: Hashes) -> Hashes:

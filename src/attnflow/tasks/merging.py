@@ -181,7 +181,13 @@ def merge(family: Sequence[Task], key_bias: bool = False) -> MergedTask:
     >>> af.tasks.merge(windows).task.mask == af.masks.sliding_window(8, 3)
     True
     """
-    (tasks, layers), key_bias = _family(family), boolean("key_bias", key_bias)
+    key_bias = boolean("key_bias", key_bias)
+    return merge_with(family, key_bias, key_bias)
+
+
+def merge_with(family: Sequence[Task], sparse_bias: bool, dense_bias: bool) -> MergedTask:
+    """`merge` with a choice of `key_bias` for families that are not dense, and for those that are."""
+    tasks, layers = _family(family)
     numbers, within = equivalence.prefixes(tasks)
     longest = [tasks[number] for number in numbers]
     labelled = [np.zeros(task.size, dtype=np.bool_) for task in longest]
@@ -191,16 +197,17 @@ def merge(family: Sequence[Task], key_bias: bool = False) -> MergedTask:
     layout = TasksLayout(longest, inputs, labelled, tokens, _dense(longest))
     classes = equivalence.classify(layout)
     several, proof = classes[-1], None
-    if key_bias or not len(several):
+    dense = all(layout.dense)
+    if not len(several) or (dense_bias if dense else sparse_bias):
         (place, node, token, mask), several = _by_colour(layout, classes)
-    elif all(layout.dense):
+    elif dense:
         (place, node, token, mask), proof = _by_search(layout)
         several = _no_keys()
     else:
         raise _repeats(numbers, layout, classes[0], several[0])
     positions = [place[of][: task.size] for task, of in zip(tasks, within, strict=True)]
     merged = Task(TokenSequence(tokens, token), _labels(tasks, positions), mask)
-    if not all(layout.dense):
+    if not dense:
         for number, members in enumerate(merged.flow.classes):
             node[[*members]] = number
     [node] = equivalence.renumber([node])
