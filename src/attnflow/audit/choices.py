@@ -18,7 +18,7 @@ _BETWEEN: Final = ("torch.", "jaxtyping.", "beartype.", "attnflow.audit.")
 
 
 @dataclass(frozen=True)
-class Choice:
+class Decision:
     """Integers or bools that an operator made of floating-point numbers, and who called it."""
 
     operator: str
@@ -29,7 +29,7 @@ class Choice:
         shapes = [each.shape for each in chosen]
         return self.operator == operator and [each.shape for each in self.chosen] == shapes
 
-    def differs(self, other: Choice) -> bool:
+    def differs(self, other: Decision) -> bool:
         return not all(map(torch.equal, self.chosen, other.chosen))
 
 
@@ -45,8 +45,8 @@ class Choices(TorchDispatchMode):
     compiled graph or a kernel of its own are not seen, and count as values.
     """
 
-    held: Mapping[int, Choice] = field(default_factory=dict[int, Choice])
-    made: list[Choice] = field(default_factory=list[Choice])
+    held: Mapping[int, Decision] = field(default_factory=dict[int, Decision])
+    made: list[Decision] = field(default_factory=list[Decision])
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Choices(TorchDispatchMode):
             return output  # what an operator returns beside its numbers, as a kernel its seed
         chosen = [results[i] for i in discrete]
         held = self.held.get(len(self.made))
-        self.made.append(Choice(str(func), tuple(each.clone() for each in chosen), _caller()))
+        self.made.append(Decision(str(func), tuple(each.clone() for each in chosen), _caller()))
         if held is None:
             return output
         if not held.fits(str(func), chosen):
@@ -90,7 +90,7 @@ def separated(run: Callable[[bool], Tensor], moves: Callable[[Tensor], bool]) ->
     if not differ:
         return "", ""
 
-    def held(changed: bool, choices: Mapping[int, Choice]) -> bool:
+    def held(changed: bool, choices: Mapping[int, Decision]) -> bool:
         try:
             with Choices(choices):
                 vector = run(changed)

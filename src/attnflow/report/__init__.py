@@ -1,8 +1,8 @@
 """Draw results as pictures and pages; `registry` holds the drawing for each kind of result."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from attnflow._core.lazy import on_demand
 from attnflow.report.registry import encode as encode
 from attnflow.report.registry import figure, page
 from attnflow.report.registry import notebook as notebook  # by which, and by `encode`, results show and save themselves
@@ -13,12 +13,10 @@ if TYPE_CHECKING:
 __all__ = ["figure", "model_page", "page"]
 
 
-def __getattr__(name: str) -> object:
-    """Import the page of a model on first use: drawings of masks need not wait for what reads models."""
-    if name == "model_page":
-        return import_module("attnflow.report.model").model_page
-    raise AttributeError(f"module 'attnflow.report' has no attribute {name!r}")
+def _home(_: str) -> object:
+    from attnflow.report import model  # drawings of masks need not wait for what reads models
+
+    return model
 
 
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = on_demand(__name__, __all__, _home)
