@@ -108,22 +108,22 @@ def test_a_room_opens_without_the_optional_packages(name, opened):
 
 # Lines of each room, as few as they are now. Raising one is a decision: a commit of its own, which says why.
 BUDGETS = {
-    "_core": 1_235,
-    "audit": 8_270,
+    "_core": 1_244,
+    "audit": 8_430,
     "bias": 4_725,
     "cli": 2_025,
     "explain": 1_665,
     "geometry": 2_690,
-    "knowledge": 8_760,
-    "masks": 4_060,
+    "knowledge": 8_763,
+    "masks": 4_194,
     "models": 6_055,
-    "order": 1_365,
-    "report": 7_025,
+    "order": 1_655,
+    "report": 7_035,
     "studio": 760,
-    "tasks": 4_800,
+    "tasks": 5_902,
     "testing": 530,
 }
-TESTS = 49_950
+TESTS = 51_800
 
 
 @pytest.mark.parametrize("room", ["_core", *ROOMS])
