@@ -11,6 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from attnflow._core.checks import IntArray, preview
+from attnflow.masks.intervals import IntervalRows
 from attnflow.tasks.embedding import NO_ID
 from attnflow.tasks.task import Task
 
@@ -47,11 +48,17 @@ class Facts:
     def num_tokens(self) -> int:
         return len(self.needs)
 
+    @cached_property
+    def relation(self) -> tuple[IntervalRows, IntArray | None]:
+        """Who reads whom, with each position's number there."""
+        return self.task.mask.relabelled()
+
+    def numbers(self, positions: IntArray) -> IntArray:
+        rank = self.relation[1]
+        return positions if rank is None else rank[positions]
+
     def allow(self, rows: IntArray, keys: IntArray) -> BoolArray:
-        relation, rank = self.task.mask.relabelled()
-        if rank is not None:
-            rows, keys = rank[rows], rank[keys]
-        return relation.to_bool(rows)[:, keys]
+        return self.relation[0].to_bool(self.numbers(rows))[:, self.numbers(keys)]
 
     def below(self, rows: IntArray) -> BoolArray:
         inside = np.zeros(self.task.size, dtype=np.bool_)
@@ -183,6 +190,7 @@ class Writing:
     def __init__(self, facts: Facts, tokens: IntArray) -> None:
         self.facts = facts
         self.held = np.zeros(facts.task.size, dtype=np.bool_)
+        self._readers = facts.relation[0].cover()  # of each position, those that have not run for the last time
         self.branches = [Branch(tokens, facts.missing(np.flatnonzero(tokens < 0)))]
 
     @property
@@ -283,8 +291,10 @@ class Writing:
         waiting = facts.row[(tokens[facts.data] < 0) & ~facts.draft]  # they run again, for what they predict
         final &= ~np.isin(feed.rows, waiting)
         self.held[feed.rows[final]] = True
+        relation, _ = facts.relation
+        self._readers = self._readers - relation.take(facts.numbers(feed.rows[final])).cover()
         return final
 
     def read_later(self, rows: IntArray) -> BoolArray:
         """Which positions are read by one that has not run for the last time: gist tokens, but not their context."""
-        return np.any(self.facts.allow(np.flatnonzero(~self.held), rows), axis=0)
+        return self._readers[self.facts.numbers(rows)] > 0

@@ -73,9 +73,10 @@ def generate(
     """Write a text by the plan of a family (`decoder`), with the model's cache: what its merged task says, exactly.
 
     Each pass feeds the positions that the tokens to be written next need and the cache lacks, under the task's mask.
-    What is not final then leaves the cache, and so does what nothing will read (a context behind gist tokens). Where the family drafts (some positions predict a token from less than
-    another), a pass also runs the drafts' own positions, verifies them and makes the next drafts: self-speculation.
-    The text is then the verifying position's own, token by token under greedy choice, and in distribution otherwise.
+    What is not final then leaves the cache, and so does what nothing will read (a context behind gist tokens). Where
+    the family drafts (some positions predict a token from less than another), a pass also runs the drafts' own
+    positions, verifies them and makes the next drafts: self-speculation. The text is then the verifying position's own,
+    token by token under greedy choice, and in distribution otherwise.
 
     Args:
         model: a language model without recurrent layers, run by "sdpa" or "eager", or what `load_model` returns. If it
