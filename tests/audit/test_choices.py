@@ -158,6 +158,23 @@ def test_a_model_of_experts_that_leaks_through_values():
     assert {violation.vote for violation in report.violations} == {""}
 
 
+@pytest.mark.parametrize("scale", [1, 6])
+def test_offsets_of_experts_are_no_votes(scale):
+    """They count what routers chose; the vote is the top-k over tokens in the hook."""
+    model = tiny("Mixtral", torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+
+    def depths(module, inputs, output):
+        taken = output.norm(dim=-1).topk(output.shape[1] // 2).indices
+        return output * torch.zeros(output.shape[:2]).scatter(1, taken, 1.0)[..., None]
+
+    model.model.layers[1].mlp.register_forward_hook(depths)
+    report = af.audit.check(model, torch.randint(0, 16, (1, 12), generator=torch.Generator().manual_seed(0)))
+    assert report.violations[0].vote.startswith("topk (test_choices.py:")
+
+
 OPERATORS = {
     "topk": lambda z: z.topk(2).indices[0],
     "sort": lambda z: z.sort(descending=True, stable=True).indices[1],

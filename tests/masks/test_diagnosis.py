@@ -196,3 +196,39 @@ def test_files_that_cannot_be_read(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=message):
             read_mask(tmp_path / name)
+
+
+RIGHT = {  # packed masks without a mistake; some have lengths that look like ids
+    "short, then longer": lambda: masks.block_diagonal([masks.causal(k) for k in [1] * 8 + [2] * 8]),
+    "one token each": lambda: masks.block_diagonal([masks.full(1)] * 20 + [masks.full(3)]),
+    "sinks": lambda: masks.block_diagonal([masks.attention_sink(256, 2, 64)] * 4),
+    "a shared prefix": lambda: masks.document([8, 500, 500]) | masks.attention_sink(1008, 8, 1),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_packed_masks_without_a_mistake_have_no_finding(name):
+    mask = RIGHT[name]()
+    assert diagnose(mask).ok
+    n = mask.num_queries
+    [finding] = diagnose(mask | masks.from_edges([(n - 1, 9)], n)).findings
+    assert finding.pairs == ((n - 1, 9),)
+
+
+@pytest.mark.parametrize("pads", [0, 1, 5, 20])
+def test_a_leak_beside_padding_that_reads_nothing_is_named(pads):
+    table = (masks.document([12, 20, 12]) | masks.from_edges([(20, 3)], 44)).dense()
+    mask = masks.from_dense(torch.nn.functional.pad(table, (0, pads, 0, pads)))
+    findings = {finding.kind: finding.pairs for finding in diagnose(mask).findings}
+    assert findings.pop("nearly") == ((20, 3),)
+    assert set(findings) == ({"empty"} if pads else set())
+
+
+def test_values_of_which_nothing_can_be_told_get_the_usual_advice():
+    for tensor in (
+        torch.zeros(2, 2, dtype=torch.complex64),
+        torch.full((2, 2), torch.nan),
+        torch.tensor([[1.0, -1.0]]),
+    ):
+        with pytest.raises(TypeError, match="These values are of neither kind"):
+            masks.from_dense(tensor)

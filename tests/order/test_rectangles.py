@@ -94,3 +94,17 @@ ROW = masks.causal(4)[3:, :]
 def test_what_has_no_order_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_what_was_before_may_have_heads_and_must_be_a_mask():
+    here, heads = masks.from_dense(torch.ones(2, 5, dtype=torch.bool)), [masks.causal(3), masks.full(3)]
+    assert analyze(here, before=masks.per_head(heads)).masks == analyze(here, before=masks.full(3)).masks
+    with pytest.raises(TypeError, match="expected a Mask, got Tensor"):
+        analyze(here, before=torch.ones(3, 3).bool())
+
+
+@pytest.mark.parametrize("change", [{"num_before": -1}, {"num_before": 9}, {"masks": []}])
+def test_a_damaged_flow_is_refused(change):
+    values = analyze(masks.from_dense(torch.ones(2, 5, dtype=torch.bool))).to_dict()
+    with pytest.raises(ValueError, match="expected square masks of one size n and 0 <= num_before <= n"):
+        Flow.from_dict(values | change)

@@ -181,3 +181,24 @@ def test_a_merge_whose_keys_stand_for_several_is_refused():
     assert tasks.decoder(tasks.merge(family)).known
     with pytest.raises(ValueError, match="which no decoder counts: merge without key_bias"):
         tasks.decoder(tasks.merge(family, key_bias=True))
+
+
+@pytest.mark.parametrize("family", [tasks.rollouts([1, 2], [[3, 4], [3, 5]]), tasks.gist([1, 2], [[3], [4, 5]], 1, 9)])
+def test_a_tree_of_answers_is_not_one_text(family):
+    """Two tokens for one place are no heads."""
+    with pytest.raises(
+        ValueError, match=r"predicts 2 tokens at place \d, alternatives as in a tree of answers: decode"
+    ):
+        tasks.decoder(family)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"attnflow": "decoder description", "version": 1, "kinds": 5}']
+)
+def test_a_damaged_file_beside_a_checkpoint_is_named(content, tmp_path):
+    plan = tasks.decoder(tasks.causal_lm(range(9)))
+    file = plan.save(tmp_path)
+    require_trained(plan.facts, tmp_path)
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"attnflow_decoder.json describes no decoder that this release reads"):
+        require_trained(plan.facts, tmp_path)

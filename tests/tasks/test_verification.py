@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 import attnflow as af
 from attnflow import tasks
-from attnflow.tasks import Task, Token
+from attnflow.tasks import Label, Task, Token
 from tests.models import tiny
 from tests.models.table import AUDITED
 
@@ -168,3 +168,11 @@ def test_subtasks_without_labels_are_passed_over():
     result = tasks.verify(family, tasks.merge(family), llama())
     assert [each.task for each in result.tasks] == list(range(1, len(family)))
     assert replace(result, tolerance=1e-12).ok
+
+
+def test_labels_of_one_task_that_share_a_merged_position_add_up():
+    inputs, mask = [Token(1, 0), Token(1, 0)], af.masks.from_edges([(0, 0), (1, 1)], 2)
+    family = [Task(inputs, [Label(0, Token(3, 2, ())), Label(1, Token(4, 2, ()), weight=0.5)], mask)]
+    merged = tasks.merge(family)
+    assert merged.task.size == 1
+    assert tasks.verify(family, merged, llama(), tolerance=1e-12).ok

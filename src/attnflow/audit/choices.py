@@ -24,13 +24,14 @@ class Decision:
     operator: str
     chosen: tuple[Tensor, ...]
     place: str
+    counts: bool  # whether it was made of whole numbers, which count what was chosen before, as the offsets of experts
 
     def fits(self, operator: str, chosen: Sequence[Tensor]) -> bool:
         shapes = [each.shape for each in chosen]
         return self.operator == operator and [each.shape for each in self.chosen] == shapes
 
     def differs(self, other: Decision) -> bool:
-        return not all(map(torch.equal, self.chosen, other.chosen))
+        return not (self.counts and other.counts) and not all(map(torch.equal, self.chosen, other.chosen))
 
 
 class _Desynchronised(RuntimeError):
@@ -58,19 +59,22 @@ class Choices(TorchDispatchMode):
         results = cast("list[Any]", list(output) if isinstance(output, tuple | list) else [output])
         discrete = [i for i, each in enumerate(results) if isinstance(each, Tensor) and not _numbers(each)]
         paired = len(discrete) < len(results)  # as (values, indices) of a top-k
-        if not discrete or not any(map(_numbers, tree_leaves((args, kwargs)))):
+        sources = [each for each in tree_leaves((args, kwargs)) if _numbers(each)]
+        if not discrete or not sources:
             return output
         if paired and (len(results) != 2 or discrete != [1] or not _has_dim(func)):
             return output  # what an operator returns beside its numbers, as a kernel its seed
         chosen = [results[i] for i in discrete]
         held = self.held.get(len(self.made))
-        self.made.append(Decision(str(func), tuple(each.clone() for each in chosen), _caller()))
+        self.made.append(
+            Decision(str(func), tuple(each.clone() for each in chosen), _caller(), all(map(_whole, sources)))
+        )
         if held is None:
             return output
         if not held.fits(str(func), chosen):
             raise _Desynchronised
-        for i, kept in zip(discrete, held.chosen, strict=True):
-            results[i] = kept.clone()
+        for i, before in zip(discrete, held.chosen, strict=True):
+            results[i] = before.clone()
         if paired:  # the values that stand at the held indices
             results[0] = _at(func, args, kwargs or {}, results[-1])
         return type(output)(results) if isinstance(output, tuple | list) else results[0]
@@ -108,6 +112,11 @@ def separated(run: Callable[[bool], Tensor], moves: Callable[[Tensor], bool]) ->
 
 def _numbers(value: object) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _whole(value: Tensor) -> bool:
+    real = torch.view_as_real(value) if value.is_complex() else value
+    return bool((real == real.round()).all())
 
 
 def _has_dim(func: Any) -> bool:

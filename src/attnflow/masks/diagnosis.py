@@ -23,7 +23,7 @@ from attnflow.masks import catalogue, export, streams
 from attnflow.masks.batches import block_diagonal
 from attnflow.masks.build import from_dense
 from attnflow.masks.export.varlen import bands_of
-from attnflow.masks.intervals import BoolArray, offsets
+from attnflow.masks.intervals import BoolArray, IntervalRows, offsets
 from attnflow.masks.mask import Mask
 from attnflow.masks.registry import named_masks
 from attnflow.masks.spec import mask_from_dict
@@ -132,18 +132,23 @@ def _mistaken(mask: Mask) -> Iterator[Finding]:
         yield Finding("transposed", f"its transpose is {other!r}: rows are queries here, columns keys")
         return
     near: list[tuple[int, Mask]] = []
+    blind = np.flatnonzero(mask.row_counts() == 0)  # as of padding: a finding of its own
+    hidden = Mask(IntervalRows.build(blind, 0, mask.num_keys, *mask.shape), "of empty rows")
     candidates = [(other, mask.num_queries * mask.num_keys) for other in _candidates(mask)]
     # Between documents nearly everything is forbidden, so that their share is one of the allowed pairs.
     for other, pairs in [*candidates, *((documents, documents.nnz) for documents in _near_documents(mask))]:
-        distance = (mask & ~other).nnz + (other & ~mask).nnz
+        compared = other & ~hidden if len(blind) else other
+        distance = (mask & ~compared).nnz + (compared & ~mask).nnz
+        if not distance:
+            return
         between = other.nnz - min(mask.shape)  # pairs of two tokens; a sparse mask would resemble many others
         # Layouts of several streams differ from one another by some pairs of each query: those are no mistakes.
         few = mask.num_queries // 8 if other.name in named_masks(streams.__name__) else int(_CLOSE * pairs)
-        if 0 < distance <= max(1, few) and _PER_MISTAKE * distance <= between:
+        if distance <= max(1, few) and _PER_MISTAKE * distance <= between:
             near.append((distance, other))
     if near:
         distance, other = min(near, key=lambda pair: pair[0])
-        pairs = mask.difference(other, limit=_SHOWN)
+        pairs = mask.difference(other & ~hidden if len(blind) else other, limit=_SHOWN)
         message = f"{plural(distance, 'pair')} away from {other!r}: {_said(mask, pairs)}"
         yield Finding("nearly", message, tuple(pairs))
 
@@ -158,7 +163,7 @@ def _candidates(mask: Mask) -> Iterator[Mask]:
     except export.NotExpressible:
         bands = None
     if bands is not None and bands.square and len(bands.queries) != 1:
-        inner = catalogue.document(bands.queries, "causal" if bands.causal else "full")
+        inner = catalogue.packed(np.array(bands.queries, np.int64), "causal" if bands.causal else "full")
         if bands.left is None and (bands.right is None or bands.causal):
             yield inner
         elif bands.left in (bands.right, None) or bands.causal:

@@ -365,8 +365,17 @@ def of_values(tensor: Tensor) -> str:
     """What makes a mask's tensor bool: " == 0" if it is added to scores, ".bool()" for 0/1, "" if it may be neither."""
     if tensor.dtype == torch.bool or tensor.is_meta:
         return ""
-    above, below = bool((tensor > 0).any()), bool((tensor < 0).any())
-    return "" if above and below else " == 0" if below or (tensor.is_floating_point() and not above) else ".bool()"
+    try:
+        above, below, strange = (bool(part.any()) for part in (tensor > 0, tensor < 0, tensor.isnan()))
+    except (NotImplementedError, RuntimeError):  # of complex numbers, 8-bit floats, sparse tensors
+        return ""
+    return (
+        ""
+        if strange or (above and below)
+        else " == 0"
+        if below or (tensor.is_floating_point() and not above)
+        else ".bool()"
+    )
 
 
 def _how_to_make_one(value: object) -> str:

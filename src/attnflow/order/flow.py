@@ -141,7 +141,11 @@ class Flow(Result):
         content = cls._content(values)
         masks = [mask_from_dict(mask) for mask in as_list(content.get("masks"), "masks")]
         layers = None if content.get("num_layers") is None else len(masks)
-        return cls(tuple(masks), layers, as_integer(content.get("num_before", 0), "num_before"))
+        before = as_integer(content.get("num_before", 0), "num_before")
+        if len(sizes := {size for mask in masks for size in mask.shape}) != 1 or not 0 <= before <= max(sizes):
+            shapes = [mask.shape for mask in masks]
+            raise ValueError(f"expected square masks of one size n and 0 <= num_before <= n, got {shapes}, {before}")
+        return cls(tuple(masks), layers, before)
 
     def rows(self) -> list[dict[str, object]]:
         """One row per position: its class, the class's level in the Hasse diagram, and how many positions it reads."""

@@ -30,6 +30,7 @@ def square_masks(masks: Sequence[object], before: Mask | None, layered: bool) ->
         if mask.shape != (queries, keys):
             raise ValueError(f"expected masks of one size, got {united[0].shape} and {mask.shape}{where}")
     count = keys - queries
+    before = None if before is None else _united(before)
     if before is not None and before.shape != (count, count):
         raise ValueError(f"before is the mask of {plural(count, 'key')} among themselves, got shape {before.shape}")
     if not count:

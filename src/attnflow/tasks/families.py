@@ -271,6 +271,8 @@ def block_diffusion(
         divides("the length of the prompt", prompt, block)
     fit(num_blocks, n * (num_blocks + 1) // 2)
     denoising = _denoising(data, block, masked, _streams(n, block, clean, noisy), prompt)
+    if not denoising:
+        raise ValueError(f"no block holds a [MASK]: {n} tokens, a prompt of {prompt}, masked={masked!r}")
     return (*(causal_lm(data.ids) if next_token else ()), *denoising)
 
 

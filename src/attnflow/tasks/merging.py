@@ -290,8 +290,8 @@ def _repeats(numbers: Sequence[int], layout: TasksLayout, classes: Sequence[IntA
     keys = [place for place in layout.tasks[task].mask.keys(position).tolist() if classes[task][place] == key]
     return ValueError(
         f"the family is not dense, and position {position} of task {numbers[task]} reads positions that compute the "
-        f"same, {preview(keys)}: one key under a mask counts once. Pass key_bias=True, which adds the logarithm of "
-        "their number to the score, or keep them apart by a provenance of their own"
+        f"same, {preview(keys)}: one key under a mask counts once. Call merge(family, key_bias=True), which adds the "
+        "logarithm of their number to the score (a Collator's dense masks do), or keep them apart by a provenance"
     )
 
 

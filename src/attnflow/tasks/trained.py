@@ -39,13 +39,17 @@ def require_trained(facts: Facts, folder: str | Path | None) -> None:
     file = Path(folder or "") / FILE
     if not folder or not file.is_file():
         return
-    saved = cast("dict[str, Any]", json.loads(file.read_text()))
-    if {name: saved.get(name) for name in _HEADER} != _HEADER:
+    try:
+        saved = cast("dict[str, Any]", json.loads(file.read_text()))
+        trained: list[tuple[_Kind, dict[str, object]]] = [
+            ((each["writes"], each["all"], each["from"], tuple(each["mask_tokens"])), dict(each["reads"]))
+            for each in saved["kinds"]
+            if {name: saved[name] for name in _HEADER} == _HEADER
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):  # damaged, or of something else
+        trained = []
+    if not trained:
         raise ValueError(f"{file} describes no decoder that this release reads: save it anew by decoder.save")
-    trained: list[tuple[_Kind, dict[str, object]]] = [
-        ((each["writes"], each["all"], each["from"], tuple(each["mask_tokens"])), each["reads"])
-        for each in saved["kinds"]
-    ]
     advice = f"({FILE} in the model's folder). Decode it as it was trained, or save the decoder of its family there"
     for kind, reads in describe(facts).items():
         alike = [

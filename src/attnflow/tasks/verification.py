@@ -143,7 +143,10 @@ def verify(
                 total += gradient
             labelled = np.unique(task.targets.table["position"])
             outputs = _relative(logits[place[labelled]], alone.detach()[labelled])
-            own = {(number, int(place[label])): term for (_, label), term in _sums(task, terms).items()}
+            own = dict[tuple[int, int], float]()  # labels of one task may share a merged position
+            for (_, label), term in _sums(task, terms).items():
+                key = number, int(place[label])
+                own[key] = own.get(key, 0.0) + term
             theirs = {key: term for key, term in merged_sums.items() if key[0] == number}
             details.append(TaskDifference(number, outputs, float(terms.sum().detach()), _apart(theirs, own)))
     strangers = {key[0] for key in merged_sums} - {each.task for each in details}

@@ -122,6 +122,13 @@ def facts_of(task: Task) -> Facts:
     count = np.bincount(row, minlength=task.size)
     place = np.zeros(int(table["data_index"].max()) + 1, dtype=np.int64)
     place[table["data_index"]] = table["target_position"]
+    (at, of), several = np.unique(np.stack([row, place[data]]), axis=1, return_counts=True)
+    if int(several.max()) > 1:
+        first = int(several.argmax())
+        raise ValueError(
+            f"position {at[first]} predicts {several[first]} tokens at place {of[first]}, alternatives as in a tree of "
+            "answers: decode a family of one answer"
+        )
     stands = (count[row] == 1) & ~made[row] & (ids.lengths[row] == 1) & (sequence.position[row] == place[data])
     blank = np.full(task.size, -1)
     blank[row[stands]] = data[stands]

@@ -206,7 +206,7 @@ def test_heads_draft_and_the_first_one_verifies():
     several = tasks.decoder(tasks.multi_token_prediction(range(N), horizon=3))
     with precision(model, torch.float64):
         written = tasks.generate(model, tasks.decoder(tasks.causal_lm(range(N))), prompts)
-        with pytest.raises(ValueError, match=r"position \d+ predicts \d tokens, but the model gives it one row of"):
+        with pytest.raises(ValueError, match=r"position \d+ predicts \d tokens, but the model gives it 1 row of"):
             tasks.generate(model, several, prompts)
         model.register_forward_hook(several_heads)
         assert tasks.generate(model, several, prompts).tokens == written.tokens

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from attnflow._core.checks import IntArray, integer, number
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.markup import plural
 from attnflow.masks.hf.selfcheck import check_stack
 from attnflow.models.anatomy.sites import mixers_beside
 from attnflow.models.arguments import CACHES
@@ -65,12 +66,13 @@ class CachedPasses:
         logits = cast(Tensor, self._model(**arguments).logits)
         self.passes += 1
         for facts in (text.facts for text in self._texts):
-            if logits.ndim == 3 and facts.head.any():
-                row = facts.row[facts.head > 0][0]
+            heads = 1 if logits.ndim == 3 else logits.shape[2]
+            if facts.head.max() >= heads:
+                row = facts.row[facts.head >= heads][0]
                 raise ValueError(
-                    f"position {row} predicts {(facts.row == row).sum()} tokens, but the model gives it one row of "
-                    "logits: decode a family with a token per position, or a model with logits [batch, n, heads, "
-                    "vocabulary]"
+                    f"position {row} predicts {(facts.row == row).sum()} tokens, but the model gives it "
+                    f"{plural(heads, 'row')} of logits: decode a family with a token per position, or a model with "
+                    "logits [batch, n, heads, vocabulary]"
                 )
         return logits[:, -keep:].cpu()
 

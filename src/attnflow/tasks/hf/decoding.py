@@ -76,7 +76,8 @@ def generate(
     What is not final then leaves the cache, and so does what nothing will read (a context behind gist tokens). Where
     the family drafts (some positions predict a token from less than another), a pass also runs the drafts' own
     positions, verifies them and makes the next drafts: self-speculation. The text is then the verifying position's own,
-    token by token under greedy choice, and in distribution otherwise.
+    token by token under greedy choice, and in distribution otherwise. The family's mask stands in place of the model's
+    own windows and chunks, as in training; a causal family with a window has it in its tasks.
 
     Args:
         model: a language model without recurrent layers, run by "sdpa" or "eager", or what `load_model` returns. If it
