@@ -109,21 +109,21 @@ def test_a_room_opens_without_the_optional_packages(name, opened):
 # Lines of each room, as few as they are now. Raising one is a decision: a commit of its own, which says why.
 BUDGETS = {
     "_core": 1_244,
-    "audit": 8_430,
+    "audit": 8_439,
     "bias": 4_725,
     "cli": 2_025,
     "explain": 1_665,
     "geometry": 2_690,
     "knowledge": 8_763,
-    "masks": 4_194,
+    "masks": 4_208,
     "models": 6_055,
-    "order": 1_655,
+    "order": 1_660,
     "report": 7_035,
     "studio": 760,
-    "tasks": 5_902,
+    "tasks": 5_934,
     "testing": 530,
 }
-TESTS = 51_800
+TESTS = 51_900
 
 
 @pytest.mark.parametrize("room", ["_core", *ROOMS])
