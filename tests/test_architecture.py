@@ -117,13 +117,13 @@ BUDGETS = {
     "knowledge": 8_763,
     "masks": 4_208,
     "models": 6_055,
-    "order": 1_660,
+    "order": 1_664,
     "report": 7_035,
     "studio": 760,
     "tasks": 5_934,
     "testing": 530,
 }
-TESTS = 51_900
+TESTS = 51_905
 
 
 @pytest.mark.parametrize("room", ["_core", *ROOMS])

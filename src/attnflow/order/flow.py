@@ -28,10 +28,10 @@ from attnflow.order.closure import Order, close, depth_of, is_closed, renumbered
 from attnflow.order.cuts import FlowCut, Paths, What, fewest, only_channel
 from attnflow.order.hasse import Hasse, OrderDifference, Sparse, difference_of, label
 from attnflow.order.reach import Reach
-from attnflow.order.stack import square_masks
+from attnflow.order.stack import require_square, square_masks
 
 
-def analyze(masks: Mask | MaskGrid | Sequence[Mask | MaskGrid], before: Mask | None = None) -> Flow:
+def analyze(masks: Mask | MaskGrid | Sequence[Mask | MaskGrid], before: Mask | MaskGrid | None = None) -> Flow:
     """Compute where information flows in a Transformer under a mask (hasse, sec. 2).
 
     With the residual connection, position i reads row i of A = allow | I in one layer, and row i of A^L in L layers.
@@ -141,10 +141,7 @@ class Flow(Result):
         content = cls._content(values)
         masks = [mask_from_dict(mask) for mask in as_list(content.get("masks"), "masks")]
         layers = None if content.get("num_layers") is None else len(masks)
-        before = as_integer(content.get("num_before", 0), "num_before")
-        if len(sizes := {size for mask in masks for size in mask.shape}) != 1 or not 0 <= before <= max(sizes):
-            shapes = [mask.shape for mask in masks]
-            raise ValueError(f"expected square masks of one size n and 0 <= num_before <= n, got {shapes}, {before}")
+        require_square(masks, before := as_integer(content.get("num_before", 0), "num_before"))
         return cls(tuple(masks), layers, before)
 
     def rows(self) -> list[dict[str, object]]:

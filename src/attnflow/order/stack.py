@@ -14,7 +14,7 @@ from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
 
 
-def square_masks(masks: Sequence[object], before: Mask | None, layered: bool) -> tuple[tuple[Mask, ...], int]:
+def square_masks(masks: Sequence[object], before: object, layered: bool) -> tuple[tuple[Mask, ...], int]:
     """(square masks, number of keys that were there before); raises TypeError and ValueError as `analyze` says."""
     if not masks:
         raise ValueError("expected a mask or at least one mask per layer, got an empty sequence")
@@ -30,18 +30,25 @@ def square_masks(masks: Sequence[object], before: Mask | None, layered: bool) ->
         if mask.shape != (queries, keys):
             raise ValueError(f"expected masks of one size, got {united[0].shape} and {mask.shape}{where}")
     count = keys - queries
-    before = None if before is None else _united(before)
-    if before is not None and before.shape != (count, count):
-        raise ValueError(f"before is the mask of {plural(count, 'key')} among themselves, got shape {before.shape}")
+    earlier = None if before is None else _united(before)
+    if earlier is not None and earlier.shape != (count, count):
+        raise ValueError(f"before is the mask of {plural(count, 'key')} among themselves, got shape {earlier.shape}")
     if not count:
         return tuple(united), 0
     node = np.arange(count)
     below = IntervalRows.build(node, node, node + 1, count, keys)
-    if before is not None:
-        rows = before.intervals()
+    if earlier is not None:
+        rows = earlier.intervals()
         below = IntervalRows(rows.indptr, rows.starts, rows.ends, keys)
     after = {id(mask): Mask(IntervalRows.stack([below, mask.intervals()], keys), f"{mask!r}") for mask in united}
     return tuple(after[id(mask)] for mask in united), count
+
+
+def require_square(masks: Sequence[Mask], before: int) -> None:
+    """Raises ValueError unless these, read from a file, may be the masks of one order."""
+    if len(sizes := {size for mask in masks for size in mask.shape}) != 1 or not 0 <= before <= max(sizes):
+        shapes = [mask.shape for mask in masks]
+        raise ValueError(f"expected square masks of one size n and 0 <= num_before <= n, got {shapes}, {before}")
 
 
 def _united(mask: object) -> Mask:
