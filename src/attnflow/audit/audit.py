@@ -92,8 +92,8 @@ def check(
         TypeError: inputs, order or arguments have a wrong type.
 
     Cost: passes + 5 + 2 log2(batch) forward passes, 5 more for missing pairs (3 n with `both_sides=True`), and
-    log2(n) + 2 for each violation. Memory holds the outputs of all watched modules, as in training. Mode "quick" takes
-    three forward passes of a large model, and up to n of a tiny one.
+    log2(n) + 4 for each violation, at most 17 more where a choice of the model differs. Memory holds the outputs of all
+    watched modules, as in training. Mode "quick" takes three forward passes of a large model, up to n of a tiny one.
     """
     began = time.perf_counter()
     if mode not in ("perturb", "quick"):

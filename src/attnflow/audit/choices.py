@@ -124,13 +124,8 @@ def _has_dim(func: Any) -> bool:
 
 
 def _at(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], index: Tensor) -> Tensor:
-    names = [argument.name for argument in func._schema.arguments]
-    given = {
-        **{a.name: a.default_value for a in func._schema.arguments},
-        **dict(zip(names, args, strict=False)),
-        **kwargs,
-    }
-    source, dim = cast(Tensor, given["self"]), cast(int, given.get("dim", -1))
+    given = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
+    source, dim = cast(Tensor, given["self"]), cast(int, given.get("dim", -1))  # the default of all that have one
     if index.ndim == source.ndim:
         return source.gather(dim, index)
     return source.gather(dim, index.unsqueeze(dim)).squeeze(dim)

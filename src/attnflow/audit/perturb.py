@@ -149,16 +149,14 @@ class Prober:
         kind: Kind = "order" if source_row == row else "batch"
         place = kind, event.layer, event.blame, source, target, change, source_row, row, self.runner.path
         tokens = self._ids(self.runner.inputs.base, source_row), self._ids(call, source_row)
-        if before.numel() > 1 or not tokens[0]:
-            found = Violation(*place, hit.moved.confirmed)
-        else:
-            found = Violation(*place, hit.moved.confirmed, tokens, (float(before), float(now)))
+        is_score = before.numel() == 1 and bool(tokens[0])
+        shown = (tokens, (float(before), float(now))) if is_score else ((), ())
         calls = self.runner.inputs.base, call
         through, vote = separated(
-            lambda changed: self._vector(calls[changed], event.key, row, target)[1],
+            lambda changed: self._vector(calls[changed], event.key, row, target),
             lambda vector: _distance(vector, before) > floor,
         )
-        return replace(found, through=through, vote=vote)
+        return Violation(*place, hit.moved.confirmed, *shown, through=through, vote=vote)
 
     def padding_read(self) -> list[Violation]:
         violations: list[Violation] = []
@@ -340,15 +338,14 @@ class Prober:
         for b, j in pairs:
             selected[b, j] = True
         call = self.runner.inputs.changed(selected, hit.drawn)
-        before, now = self._vector(call, hit.moved.event.key, row, target)
+        base = self.base[hit.moved.event.key]
+        before, now = base.values[row, target - base.offset], self._vector(call, base.key, row, target)
         return call, _distance(now, before), before, now
 
-    def _vector(self, call: Variation, key: Key, row: int, target: int) -> tuple[Tensor, Tensor]:
-        """The target's vector in the base pass, and in the pass of a call."""
-        after = self.runner.record(call)
-        place = row, target - self.base[key].offset
-        before = self.base[key].values[place]
-        return before, after[key].values[place] if key in after else before
+    def _vector(self, call: Variation, key: Key, row: int, target: int) -> Tensor:
+        """The target's vector in the pass of a call; that of the base pass where the call has none."""
+        base = self.base[key]
+        return self.runner.record(call).get(key, base).values[row, target - base.offset]
 
 
 def _distance(now: Tensor, before: Tensor) -> float:

@@ -131,7 +131,7 @@ def _mistaken(mask: Mask) -> Iterator[Finding]:
     if max(mask.shape) <= 1 << 12 and (other := equal_to(from_dense(mask.dense().T))) is not None:
         yield Finding("transposed", f"its transpose is {other!r}: rows are queries here, columns keys")
         return
-    near: list[tuple[int, Mask]] = []
+    near: list[tuple[int, Mask, Mask]] = []
     blind = np.flatnonzero(mask.row_counts() == 0)  # as of padding: a finding of its own
     hidden = Mask(IntervalRows.build(blind, 0, mask.num_keys, *mask.shape), "of empty rows")
     candidates = [(other, mask.num_queries * mask.num_keys) for other in _candidates(mask)]
@@ -145,10 +145,10 @@ def _mistaken(mask: Mask) -> Iterator[Finding]:
         # Layouts of several streams differ from one another by some pairs of each query: those are no mistakes.
         few = mask.num_queries // 8 if other.name in named_masks(streams.__name__) else int(_CLOSE * pairs)
         if distance <= max(1, few) and _PER_MISTAKE * distance <= between:
-            near.append((distance, other))
+            near.append((distance, other, compared))
     if near:
-        distance, other = min(near, key=lambda pair: pair[0])
-        pairs = mask.difference(other & ~hidden if len(blind) else other, limit=_SHOWN)
+        distance, other, compared = min(near, key=lambda candidate: candidate[0])
+        pairs = mask.difference(compared, limit=_SHOWN)
         message = f"{plural(distance, 'pair')} away from {other!r}: {_said(mask, pairs)}"
         yield Finding("nearly", message, tuple(pairs))
 
