@@ -15,8 +15,8 @@ from experiments.bias_comparison.maps import OPERANDS, WORDS
 from experiments.bias_comparison.results import SOLVED, Result, Results, paired, read_results
 from experiments.runner.files import write, write_table
 from experiments.runner.statistics import Interval, detectable, student
+from experiments.runner.verdict import LOSS
 
-SMALLEST: Final = 0.02  # nats: the smallest effect of interest
 _CONTROLS: Final = ("key", "lowrank", "lora", "gate", "dense", "cumulative")
 
 
@@ -45,7 +45,7 @@ def summarise(folder: Path, results: Path) -> str:
     content: dict[str, Any] = {
         "first_line": first_line(every),
         "interval": "mean, and 95 % of Student's t over seeds; differences are paired by seed",
-        "smallest_effect_of_interest": SMALLEST,
+        "smallest_effect_of_interest": LOSS,
         "arms": arms,
         "contrasts": {name: {"by_seed": values, "t": student(values).numbers} for name, values in compared.items()},
         "seen_with_80_%": {name: detectable(values) for name, values in compared.items() if len(set(values)) > 1},

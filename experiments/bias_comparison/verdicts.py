@@ -1,4 +1,4 @@
-"""The rules that judge the paper's claims by the results, and what a verdict says beside its figures."""
+"""What the contrasts say of the paper's claims, by the one rule, and what a verdict says beside its figures."""
 
 from __future__ import annotations
 
@@ -6,75 +6,78 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from experiments.bias_comparison.summary import SMALLEST
-from experiments.runner.experiment import Judgement, Verdict
+from experiments.runner.experiment import Judgement
 from experiments.runner.files import read
 from experiments.runner.statistics import Interval
+from experiments.runner.verdict import ACCURACY, LOSS, STEPS, UNTESTED, Decision, decide, empty, jointly, no_more
 
 Contrasts = Mapping[str, Interval]
 
-# Claim -> (contrast, sign of the effect that the claim says, what it says in words).
-_SIGNS: Final[Mapping[str, tuple[str, int, str]]] = {
-    "D20": (
-        "tuned: loss, guidance less start",
-        -1,
-        "Guidance alone tuned to another text, loss less the frozen base's",
-    ),
-    "D22": ("encoder: loss, guidance less plain", -1, "Loss on masked tokens, guidance less plain"),
-}
-_ALSO: Final[Mapping[str, tuple[str, str]]] = {
-    "D20": ("tuned: loss, guidance less lora", "less LoRA"),
-    "D22": ("encoder: loss, guidance less dense", "less as many feed-forward parameters"),
-}
+ATTENTION: Final = 0.1  # of a score in front of the softmax: a weight changes by a tenth
+CORRELATION: Final = 0.1
 _AS_LARGE: Final = ("key", "lowrank", "dense")  # controls of the same size that are no network on query and key
+_OPEN_RATE: Final = (
+    "The best rate of guidance lies at the low end of its range, and was chosen on one of the seeds that are shown."
+)
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """By intervals over seeds that exclude 0, of contrasts named in the README since before the run."""
+    """Of contrasts that the README names, and with smallest effects that it gives."""
     content = read(results / "results.json")
     contrasts = {name: Interval(*one["t"]) for name, one in content["contrasts"].items()}
-    found: list[Judgement] = []
-    for claim, (name, sign, words) in _SIGNS.items():
-        if name in contrasts:
-            sentence = f"{words}: {contrasts[name]:.3f}"
-            if _ALSO[claim][0] in contrasts:
-                sentence += f"; {_ALSO[claim][1]}: {contrasts[_ALSO[claim][0]]:.3f}"
-            found.append(Judgement(claim, by_sign(contrasts[name], sign), f"{sentence}."))
     rules: tuple[Callable[[Contrasts], Sequence[Judgement]], ...] = (
-        _text, _recall, _few, _sizes, _shared, _initialisation, _changes,
+        _tuned, _encoder, _text, _recall, _few, _sizes, _shared, _initialisation, _changes,
     )  # fmt: skip
-    return [*found, *(one for rule in rules for one in rule(contrasts)), *_sums(contrasts, content["extras"])]
+    return [*(one for rule in rules for one in rule(contrasts)), *_sums(contrasts, content["extras"])]
 
 
-def by_sign(value: Interval, sign: int) -> Verdict:
-    """Whether a difference lies on the side of 0 that a claim says."""
-    found = value.side * sign
-    return "confirmed" if found > 0 else "refuted" if found < 0 else "not confirmed"
+def _with(contrasts: Contrasts, what: str, *arms: str) -> list[Interval]:
+    """Guidance less each arm in `what`, if all of them are there."""
+    names = [f"{what}, guidance less {arm}" for arm in arms]
+    return [contrasts[name] for name in names] if all(name in contrasts for name in names) else []
+
+
+def _tuned(contrasts: Contrasts) -> list[Judgement]:
+    """D20, whose controls are tuned alone, too."""
+    found = _with(contrasts, "tuned: loss", "start", "lowrank", "lora")
+    if not found:
+        return []
+    start, lowrank, lora = found
+    decision = decide(start, "below", LOSS)
+    said = (
+        f"Guidance alone tuned to another text, loss less the frozen base's: {start:.3f}; less a product of low rank: "
+    )
+    said += f"{lowrank:.3f}; less LoRA: {lora:.3f}. {_OPEN_RATE}"
+    return [Judgement.of("D20", decision, said, *empty(decision, "below", (lowrank, lora)))]
+
+
+def _encoder(contrasts: Contrasts) -> list[Judgement]:
+    found = _with(contrasts, "encoder: loss", "plain", "dense")
+    if not found:
+        return []
+    decision = decide(found[0], "below", LOSS)
+    said = f"Loss on masked tokens, guidance less plain: {found[0]:.3f}; less as many feed-forward parameters: "
+    return [Judgement.of("D22", decision, f"{said}{found[1]:.3f}.", *empty(decision, "below", found[1:]))]
 
 
 def _text(contrasts: Contrasts) -> list[Judgement]:
     """D7, D12, D17, each arm at its own best rate; the differences at equal rates are said with them."""
-    names = {arm: f"text: loss, guidance less {arm}" for arm in ("plain", *_AS_LARGE)}
+    found = _with(contrasts, "text: loss", "plain", *_AS_LARGE)
     saved = contrasts.get("text: share of the steps saved, guidance less plain")
-    if saved is None or not all(name in contrasts for name in names.values()):
+    if saved is None or not found:
         return []
-    loss = {arm: contrasts[name] for arm, name in names.items()}
-    better = by_sign(loss["plain"], -1)
-    said = f"Held-out loss at equal tokens, each at its best rate, guidance less plain training: {loss['plain']:.4f}"
-    said += _at_equal_rates(contrasts, "plain") + "".join(
-        f"; less {words}: {loss[arm]:.4f}"
-        for arm, words in (("key", "a bias of the key alone"), ("lowrank", "a product of low rank"))
-    )
-    # What a bias of the key alone gains as well is no gain of a network on query and key.
-    empty = better == "confirmed" and any(loss[arm].high >= 0 for arm in _AS_LARGE)
-    first = Judgement("D7", better, f"{said}.", ("empty",) if empty else ())
-    wider = f"Held-out loss, each at its best rate, guidance less as many feed-forward parameters: {loss['dense']:.4f}"
+    plain, key, lowrank, dense = found
+    better = decide(plain, "below", LOSS)
+    said = f"Held-out loss at equal tokens, each at its best rate, guidance less plain training: {plain:.4f}"
+    said += f"{_at_equal_rates(contrasts, 'plain')}; less a bias of the key alone: {key:.4f}"
+    wider = f"Held-out loss, each at its best rate, guidance less as many feed-forward parameters: {dense:.4f}"
+    faster = f"Share of the steps that guidance saves over plain training: {saved:.3f}."
     return [
-        first,
-        Judgement(
-            "D12", by_sign(saved, 1), f"Share of the steps that guidance saves over plain training: {saved:.3f}."
+        Judgement.of(
+            "D7", better, f"{said}; less a product of low rank: {lowrank:.4f}.", *empty(better, "below", found[1:])
         ),
-        Judgement("D17", by_sign(loss["dense"], -1), f"{wider}{_at_equal_rates(contrasts, 'dense')}."),
+        Judgement.of("D12", decide(saved, "above", STEPS), faster, "rule after"),
+        Judgement.of("D17", decide(dense, "below", LOSS), f"{wider}{_at_equal_rates(contrasts, 'dense')}."),
     ]
 
 
@@ -93,86 +96,79 @@ def _recall(contrasts: Contrasts) -> list[Judgement]:
     third = contrasts.get("distractors: loss of accuracy, guidance less a third of plain")
     if third is None:
         return []
-    own, plain = (contrasts[f"distractors: loss of accuracy, {arm}"] for arm in ("guidance", "plain"))
-    less, key = (contrasts[f"distractors: loss of accuracy, guidance less {arm}"] for arm in ("plain", "key"))
-    verdict = by_sign(third, -1)
-    said = f"Accuracy lost to 3 to 5 distractor sentences: guidance {own:.3f}, plain {plain:.3f}; difference of the "
+    own, theirs = (contrasts[f"distractors: loss of accuracy, {arm}"] for arm in ("guidance", "plain"))
+    less, key = _with(contrasts, "distractors: loss of accuracy", "plain", "key")
+    drop = decide(third, "below", ACCURACY)
+    said = f"Accuracy lost to 3 to 5 distractor sentences: guidance {own:.3f}, plain {theirs:.3f}; difference of the "
     said += (
         f"drops {less:.3f}, from a bias of the key alone {key:.3f}; guidance's drop less a third of plain's {third:.3f}"
     )
-    if plain.low <= 0:
-        verdict, said = "not testable here", f"{said}; plain loses nothing that is clear of 0"
-    empty = verdict == "confirmed" and key.high >= 0
-    middle, other = (contrasts[f"depth: accuracy in the middle, guidance less {arm}"] for arm in ("plain", "key"))
-    deep = f"Accuracy in the middle at 2 and 4 times the length of training, guidance less plain: {middle:.3f}"
-    hollow = by_sign(middle, 1) == "confirmed" and other.low <= 0
+    if not decide(theirs, "above", 0.0).holds:
+        drop, said = Decision("not testable here"), f"{said}; plain loses nothing that is clear of 0"
+    middle, other = _with(contrasts, "depth: accuracy in the middle", "plain", "key")
+    deep = decide(middle, "above", ACCURACY)
+    retrieved = f"Accuracy in the middle at 2 and 4 times the length of training, guidance less plain: {middle:.3f}"
     return [
-        Judgement("D15", verdict, f"{said}.", ("empty",) if empty else ()),
-        Judgement(
+        Judgement.of("D15", drop, f"{said}.", "rule after", *empty(drop, "below", (key,))),
+        Judgement.of(
             "D16",
-            by_sign(middle, 1),
-            f"{deep}; less a bias of the key alone: {other:.3f}.",
-            ("empty",) if hollow else (),
+            deep,
+            f"{retrieved}; less a bias of the key alone: {other:.3f}.",
+            "rule after",
+            *empty(deep, "above", (other,)),
         ),
     ]
 
 
 def _few(contrasts: Contrasts) -> list[Judgement]:
     """D25: after tuning to the fewest rows, against plain training and against as many parameters elsewhere."""
-    names = {
-        (rows, arm): f"few: loss after {rows} rows, guidance less {arm}"
-        for rows in (16, 64)
-        for arm in ("plain", "dense")
-    }
-    if not all(name in contrasts for name in names.values()):
+    arms = ("plain", "dense")
+    found = {rows: _with(contrasts, f"few: loss after {rows} rows", *arms) for rows in (16, 64)}
+    if not all(found.values()):
         return []
-    found = {key: contrasts[name] for key, name in names.items()}
     before = contrasts["few: loss before 16 rows, guidance less plain"]
-    verdict = by_sign(found[16, "plain"], -1)
-    said = "; ".join(f"{rows} rows, less {arm}: {found[rows, arm]:.4f}" for rows, arm in names)
-    empty = verdict == "confirmed" and found[16, "dense"].high >= 0
+    decision = decide(found[16][0], "below", LOSS)
+    said = "; ".join(
+        f"{rows} rows, less {arm}: {one:.4f}"
+        for rows, both in found.items()
+        for arm, one in zip(arms, both, strict=True)
+    )
     text = f"Loss after tuning the whole model to few rows of a new text, trained with guidance from its start, {said}"
-    return [Judgement("D25", verdict, f"{text}; before tuning, less plain: {before:.4f}.", ("empty",) if empty else ())]
+    tags = empty(decision, "below", found[16][1:])
+    return [Judgement.of("D25", decision, f"{text}; before tuning, less plain: {before:.4f}.", *tags)]
 
 
 def _sizes(contrasts: Contrasts) -> list[Judgement]:
-    """Enough: what wider networks and more layers gain is below the smallest effect of interest, both ends."""
+    """Enough: what wider networks and more layers gain is below the smallest effect that matters."""
     names = [f"knobs: loss, width 64 less {arm}" for arm in ("width 128", "every layer", "width 16", "every fourth")]
     if not all(name in contrasts for name in names):
         return []
     wider, denser, narrow, sparser = (contrasts[name] for name in names)
-    enough = max(wider.high, denser.high) < SMALLEST
-    verdict: Verdict = (
-        "confirmed" if enough else "refuted" if max(wider.low, denser.low) > SMALLEST else "not confirmed"
-    )
+    decision = jointly(no_more(wider, LOSS), no_more(denser, LOSS))
     said = f"Loss of width 64 less width 128: {wider:.3f}; of every other layer less every layer: {denser:.3f}. "
     # The table rises from 16 to 64 and from every fourth to every other layer; without that rise nothing was needed.
-    flat = max(-narrow.low, -sparser.low) < SMALLEST
+    flat = not any(decide(one, "below", LOSS).holds for one in (narrow, sparser))
     said += f"Less width 16: {narrow:.3f}; less every fourth layer: {sparser:.3f}"
     said += ", so that the table's rise up to 64 and to every other layer is not seen." if flat else "."
-    return [Judgement("D13", verdict, said, ("empty",) if flat and verdict == "confirmed" else ())]
+    return [Judgement.of("D13", decision, said, *(("empty",) if flat else ()))]
 
 
 def _shared(contrasts: Contrasts) -> list[Judgement]:
-    """D24, a rule that was written after the run."""
     one = contrasts.get("knobs: loss, width 64 less by head")
     if one is None:
         return []
-    verdict: Verdict = "confirmed" if one.high < 0 else "refuted" if one.low > SMALLEST else "not confirmed"
-    said = f"Loss of one network for all heads less one network a head, of more parameters: {one:.4f}"
-    small = max(abs(one.low), abs(one.high)) < SMALLEST
-    said += f", less than the {SMALLEST} nats that count as an effect" if small else ""
-    return [Judgement("D24", verdict, f"{said} (rule written after the run).")]
+    said = f"Loss of one network for all heads less one network a head, of more parameters: {one:.4f}."
+    return [Judgement.of("D24", decide(one, "below", LOSS), said, "rule after")]
 
 
 def _initialisation(contrasts: Contrasts) -> list[Judgement]:
     before = contrasts.get("knobs: loss before the first step, He less zero")
     if before is None:
         return []
-    verdict = by_sign(before, 1)
-    said = f"Loss before the first step, Kaiming's output layer less a zero one: {before:.4f}"
-    small = verdict == "confirmed" and before.high < SMALLEST
-    return [Judgement("D14", verdict, said + (": higher, but no spike." if small else "."))]
+    said = f"Loss before the first step, Kaiming's output layer less a zero one: {before:.4f}, "
+    decision = decide(before, "above", LOSS)
+    said += "where a spike was claimed" if not decision.holds else "a spike"
+    return [Judgement.of("D14", decision, f"{said}.")]
 
 
 def _sums(contrasts: Contrasts, extras: Mapping[str, Any]) -> list[Judgement]:
@@ -180,19 +176,21 @@ def _sums(contrasts: Contrasts, extras: Mapping[str, Any]) -> list[Judgement]:
     if one is None:
         return []
     own, plain = (max(extras[f"sums {arm}"]["sums"]["mass"]) for arm in ("guidance", "plain"))
-    verdict = by_sign(one, 1)
     said = f'Row-centred bias at "=", numbers less all else: {one:.2f}. '
     said += f"In one layer {own:.0%} of the attention there lies on the numbers, and {plain:.0%} without a bias"
     as_much = plain > 0.5
     said += ": plain attention points there as well." if as_much else "."
-    return [Judgement("D18", verdict, said, ("empty",) if as_much and verdict == "confirmed" else ())]
+    tags = ("empty",) if as_much else ()
+    return [Judgement.of("D18", decide(one, "above", ATTENTION), said, "rule after", *tags)]
 
 
 def _changes(contrasts: Contrasts) -> list[Judgement]:
+    """D21: whether B moves, and whether the way that it moves shows the task, which no run has looked at."""
     one = contrasts.get("changes: correlation of B with its start, new less same text")
     if one is None:
         return []
-    said = f"Correlation of B with its start, tuned to a new text less to the same text: {one:.3f}"
-    moved = ": B moves more. Whether what it does then shows the task is not tested."
-    verdict = by_sign(one, -1)
-    return [Judgement("D21", verdict, said + (moved if verdict == "confirmed" else "."))]
+    moves = decide(one, "below", CORRELATION)
+    said = f"Correlation of B with its start, tuned to a new text less to the same text: {one:.3f}. "
+    said += "B moves more" if moves.holds else "B does not move more"
+    said += "; whether what it does then shows the task is not tested."
+    return [Judgement.of("D21", jointly(moves, UNTESTED), said, "rule after")]

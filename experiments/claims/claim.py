@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
-from experiments.runner.experiment import Tag, Verdict
+from experiments.runner.verdict import Tag, Verdict
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Final
 
 from experiments.claims.claim import PAPERS, Claim, Measured, Settled
 from experiments.claims.findings import findings
 from experiments.runner.experiment import ROOT, Judgement, find, names
+from experiments.runner.verdict import MEANINGS, OF_PARTS, TAGS
 
 PAGE: Final = ROOT.parent / "docs" / "claims.md"
 NOT_RUN: Final = "not run yet"
-_LARGE: Final = ("small", "paper")  # scales that need a GPU; all others are parts of "tiny"
+_SCALES: Final = {"small": "one GPU", "paper": "cluster"}  # what they need; all others are parts of "tiny"
 Judged = dict[str, tuple[Judgement, str, str]]  # claim -> (what the results say, experiment, scale)
 
 _HEAD: Final = """# Is it true? The papers, claim by claim
@@ -31,22 +33,21 @@ proof, a test, or an experiment that you can run. Ten findings that surprised us
 
 _WORDS: Final = """## What the words mean
 
-- **confirmed**: the claim holds as it is printed. A proof or a test shows it, or the effect is clear of zero.
-- **corrected**: something close to the claim holds, and the table says what. The printed statement is wrong, or leaves
-  out what it needs.
-- **refuted**: the claim is false. There is a counterexample, or the effect is clear of zero on the other side.
-- **not confirmed**: we measured, and the result fits the claim and its opposite. That does not make the claim false.
-- **not testable here**: it takes a model, data or hardware that we do not have. The table says which.
+A verdict is computed by [one function](../experiments/runner/verdict.py) from an interval, from where the claim has the
+effect, and from the smallest effect that matters. It is the first of these that applies:
+
+{meanings}
 - **not run yet**: there is an experiment, and it has no results so far.
+
+{of_parts}
 
 Words in italics stand below a verdict that needs a qualification.
 
-- *tiny* is the scale of the experiment: two CPU cores, for minutes or hours. Models that are trained from scratch have
-  at most about a million parameters, pretrained ones at most 135 million. It says nothing about billions.
-- *empty*: the verdict follows its rule and says little, because a control does the same.
-- *floor*: the model is too weak to show the effect, with and without what is tested.
-- *superseded*: another experiment answers the question better, and the table names it.
-- *rule after*: the rule of the verdict was written after the run. All other rules were committed before it.
+- *tiny*, *one GPU* and *cluster* are scales of experiments. *Tiny* is two CPU cores, for minutes or hours. Models that
+  are trained from scratch have at most about a million parameters, pretrained ones at most 135 million. It says nothing
+  about billions.
+- *published checkpoints*: the results are about models that others trained and published.
+{tags}
 
 Claims about all masks or all weights are settled by proofs and tests, claims about training by experiments. The paper's
 effect is the size that the paper prints, in its own setting: it is not comparable with ours directly. Numbers in
@@ -54,9 +55,20 @@ brackets are 95 % intervals, by Student's t over seeds where nothing else is sai
 """
 
 
+def words() -> str:
+    """What verdicts and tags mean, in the rule's own words."""
+
+    def listed(mark: str, meanings: Mapping[str, str]) -> str:
+        lines = (f"- {mark}{name}{mark}: {meaning}" for name, meaning in meanings.items())
+        return "\n".join(fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+
+    parts = fill(OF_PARTS, 120, break_on_hyphens=False)
+    return _WORDS.format(meanings=listed("**", MEANINGS), of_parts=parts, tags=listed("*", TAGS))
+
+
 def page() -> str:
     judged = judgements()
-    lines = [_HEAD.format(count=len(claims())), *_findings(), _WORDS, "## How many", "", _counts(judged), ""]
+    lines = [_HEAD.format(count=len(claims())), *_findings(), words(), "## How many", "", _counts(judged), ""]
     for paper in PAPERS:
         lines += [f"## {paper.title}", "", f'Called "{paper.name}" in docstrings.', ""]
         lines += ["| | claim | paper's effect | verdict | what we have | by |", "|---|---|---|---|---|---|"]
@@ -140,10 +152,9 @@ def _outcome(claim: Claim, judged: Judged) -> tuple[str, str]:
         return _qualified(claim.by.verdict, claim.by.tags), claim.by.sentence
     if claim.number not in judged:
         return NOT_RUN, ""
-    one, name, scale = judged[claim.number]
-    after = () if find(name).rule_before else ("rule after",)
-    size = scale if scale.startswith(_LARGE) else "tiny"
-    return _qualified(one.verdict, (size, *one.tags, *after)), one.sentence
+    one, _, scale = judged[claim.number]
+    size = next((need for start, need in _SCALES.items() if scale.startswith(start)), "tiny")
+    return _qualified(one.verdict, (one.evidence or size, *one.tags)), one.sentence
 
 
 def _qualified(verdict: str, words: Sequence[str]) -> str:
@@ -177,10 +188,7 @@ def _counts(judged: Judged) -> str:
             if isinstance(one, Measured):
                 one = judged[claim.number][0] if claim.number in judged else None
             verdicts[paper.name].update((NOT_RUN,) if one is None else (one.verdict, *one.tags))
-    order = {
-        name: name for name in ("confirmed", "corrected", "refuted", "not confirmed", "not testable here", NOT_RUN)
-    }
-    order |= {name: f"of these *{name}*" for name in ("empty", "floor", "superseded")}
+    order = {name: name for name in (*MEANINGS, NOT_RUN)} | {name: f"of these *{name}*" for name in TAGS}
     lines = ["| | " + " | ".join(verdicts) + " |", "|---" * (len(PAPERS) + 1) + "|"]
     for name, shown in order.items():
         counts = [of[name] for of in verdicts.values()]

@@ -14,10 +14,11 @@ from experiments.daa_evaluation.likelihood import Likelihood
 from experiments.daa_evaluation.study import PROMPTED, Evaluation, paper, small
 from experiments.daa_evaluation.summary import BASE
 from experiments.daa_evaluation.verdict import judged
-from experiments.runner.experiment import Experiment, Judgement, Setup, Verdict
+from experiments.runner.experiment import Experiment, Judgement, Setup
 from experiments.runner.files import read
-from experiments.runner.statistics import interval
+from experiments.runner.statistics import Interval, interval
 from experiments.runner.study import read_study
+from experiments.runner.verdict import ACCURACY, decide, jointly
 
 FLOOR: Final = 5  # right answers of two arms together below which nothing is said of a benchmark
 DAA: Final = ("guidance continued", "guidance")  # the first that has been run is judged
@@ -83,7 +84,7 @@ def _compared(
     said = f"{_said(one)} ({arm}) against {_said(base)} (base); paired difference {_points(one['difference'])}."
     if one["right"] + base["right"] < FLOOR:
         return Judgement(claim, "not testable here", f"The model is too weak: {said}", ("floor",))
-    return Judgement(claim, _sign(one["difference"]), said)
+    return Judgement.of(claim, decide(Interval(*one["difference"]), "above", ACCURACY), said)
 
 
 def _best(arm: str, rows: Mapping[tuple[str, str], Any]) -> Judgement:
@@ -99,13 +100,8 @@ def _best(arm: str, rows: Mapping[tuple[str, str], Any]) -> Judgement:
     sentence = f"GSM8k: {_said(own)} ({arm}, zero-shot) against {said}."
     if own["right"] + max((row["right"] for row in others.values()), default=0) < FLOOR:
         return Judgement("D11", "not testable here", f"The model is too weak: {sentence}", ("floor",))
-    verdicts = [_sign(_difference(own, row)) for row in others.values()]
-    verdict: Verdict = "not confirmed"
-    if "refuted" in verdicts:
-        verdict = "refuted"
-    elif all(one == "confirmed" for one in verdicts):
-        verdict = "confirmed"
-    return Judgement("D11", verdict, sentence)
+    parts = [decide(Interval(*_difference(own, row)), "above", ACCURACY) for row in others.values()]
+    return Judgement.of("D11", jointly(*parts), sentence)
 
 
 def _difference(one: Any, other: Any) -> list[float]:
@@ -116,10 +112,6 @@ def _difference(one: Any, other: Any) -> list[float]:
         low, high = one["value"][1] - other["value"][2], one["value"][2] - other["value"][1]
         return [one["value"][0] - other["value"][0], low, high]  # wider than 95 %: what it decides is decided
     return interval(mine[:, ::step] - theirs[None]).numbers
-
-
-def _sign(value: Sequence[float]) -> Verdict:
-    return "confirmed" if value[1] > 0 else "refuted" if value[2] < 0 else "not confirmed"
 
 
 def _said(row: Any) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from experiments.daa_evaluation.compared import CONTROLS, GUIDANCE, MARGIN, NATS, STEPS
 from experiments.daa_evaluation.likelihood import ALIBI, BASE, GSM8K, HUMANEVAL, SHOTS
-from experiments.runner.experiment import Judgement, Tag, Verdict
+from experiments.runner.experiment import Judgement
+from experiments.runner.statistics import Interval, widest
+from experiments.runner.verdict import LOSS, UNTESTED, Tag, decide, empty, jointly
 
-Side = Literal["below", "above", "open"]
+PREFERENCE: Final = 0.1  # nats of the margin between a gold solution and a wrong one
 
 _QUALITY: Final = "No package ships QuALITY, and nothing is fetched from a hub; the scale `paper` takes it by name."
 _PASSED: Final = {  # of the run before this one, with 16,384 tokens of training
@@ -39,31 +41,18 @@ def judged(content: Mapping[str, Any]) -> list[Judgement]:
     ]
 
 
-def side(difference: Mapping[str, Sequence[float]]) -> Side:
-    """Where a difference lies: below or above 0 by both intervals, that over items and that over seeds; else open."""
-    both = (difference["items"], difference["seeds"])
-    if all(high < 0 for _, _, high in both):
-        return "below"
-    return "above" if all(low > 0 for _, low, _ in both) else "open"
-
-
-def gained(nats: Side, margin: Side) -> Verdict:
-    """Confirmed if solutions cost less and margins rise; refuted if one is worse and the other no better."""
-    if (nats, margin) == ("below", "above"):
-        return "confirmed"
-    if (nats == "above" and margin != "above") or (margin == "below" and nats != "below"):
-        return "refuted"
-    return "not confirmed"
+def both(difference: Mapping[str, Sequence[float]]) -> Interval:
+    """Of a difference what its interval over items says as well as that over seeds."""
+    return widest(Interval(*difference["items"]), Interval(*difference["seeds"]))
 
 
 def _gain(claim: str, name: str, rows: Mapping[tuple[str, str, str], Any], content: Mapping[str, Any]) -> Judgement:
     """Guidance against the base; "empty" if a control gains as much, "floor" if the base prefers nothing."""
     nats, margin = (rows[GUIDANCE, name, measure] for measure in (NATS, MARGIN))
-    verdict = gained(side(nats["less base"]), side(margin["less base"]))
     controls = content["guidance less"].get(name, {})
-    tags: list[Tag] = []
-    if verdict == "confirmed" and any(side(controls[arm][NATS]) != "below" for arm in controls):
-        tags.append("empty")
+    cost = both(nats["less base"])
+    decision = jointly(decide(cost, "below", LOSS), decide(both(margin["less base"]), "above", PREFERENCE))
+    tags: list[Tag] = [*empty(decision, "below", (both(one[NATS]) for one in controls.values()))]
     preferred = rows[BASE, name, "preferred"]["value"]
     if preferred[1] <= 0.5:
         tags.append("floor")
@@ -75,20 +64,19 @@ def _gain(claim: str, name: str, rows: Mapping[tuple[str, str, str], Any], conte
         f"{_said(margin['less base'], 2)} nats. At equal parameters: {beside}. The base prefers the gold solution in "
         f"{preferred[0]:.0%}. {_PASSED[name]}"
     )
-    return Judgement(claim, verdict, sentence, tuple(tags))
+    return Judgement.of(claim, decision, sentence, "rule after", *tags)
 
 
 def _prompting(rows: Mapping[tuple[str, str, str], Any], others: Mapping[str, Any]) -> Judgement:
-    """Guidance without examples against the base with them, and against ALiBi: confirmed if it beats all.
+    """Guidance without examples against the base with them, and against ALiBi: it has to beat all.
 
-    Examples show the form of the last sentence: refuted only if solutions cost more without that sentence, too.
+    Examples show the form of the last sentence, so that solutions also count without that sentence.
     """
-    sides = {name: side(other[NATS]) for name, other in others.items()}
-    verdict: Verdict = "not confirmed"
-    if any(sides.get(name) == side(others[name][STEPS]) == "above" for name in SHOTS if name in others):
-        verdict = "refuted"
-    elif len(sides) == len(SHOTS) + 1 and all(one == "below" for one in sides.values()):
-        verdict = "confirmed"
+    parts = [
+        decide(widest(both(one[NATS]), both(one[STEPS])) if name in SHOTS else both(one[NATS]), "below", LOSS)
+        for name, one in others.items()
+    ]
+    decision = jointly(*parts, *[UNTESTED] * (len(SHOTS) + 1 - len(parts)))
     own = rows[GUIDANCE, GSM8K, NATS]["value"][0]
     said = "; ".join(
         f"{_said(other[NATS], 3)} less {_NAMES[name]} ({other[STEPS]['items'][0]:+.3f} before the last sentence)"
@@ -98,7 +86,7 @@ def _prompting(rows: Mapping[tuple[str, str, str], Any], others: Mapping[str, An
         f"By likelihood, GSM8k's gold solutions cost guidance without examples {own:.3f} nats per token: {said}. "
         f"Untrained ALiBi is a broken model, no rival; self-consistency has no likelihood. {_PROMPTED}"
     )
-    return Judgement("D11", verdict, sentence)
+    return Judgement.of("D11", decision, sentence, "rule after")
 
 
 _NAMES: Final = {

@@ -10,11 +10,12 @@ from typing import Any, Final
 from experiments.editing import lasting
 from experiments.editing.study import ARMS, Editing, paper, setup, small, tiny
 from experiments.editing.summary import AIMS, TEXT_AIM, summarise
-from experiments.runner.experiment import Experiment, Judgement, Setup, Verdict
+from experiments.runner.experiment import Experiment, Judgement, Setup
 from experiments.runner.files import read
-from experiments.runner.statistics import said
+from experiments.runner.statistics import Interval, said
+from experiments.runner.verdict import decide, no_more, partly, possible
 
-_CLEAR: Final = 0.1  # how far below its aim the lower end of an interval may lie
+CLEAR: Final = 0.1  # of all prompts: how far below its aim the lower end of an interval may lie
 
 
 def set_up(config: Editing | lasting.Lasting) -> Setup:
@@ -28,36 +29,31 @@ def miniature(config: Editing | lasting.Lasting) -> Editing | lasting.Lasting:
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """Of the public call as it is: confirmed if all that was aimed at is reached, and corrected if the facts alone are.
+    """K20 of the public call as it is: whether the fact changes, and then all else that was aimed at.
 
-    Reached: the mean is, and the lower end of the interval over relations lies less than ten points below the aim.
-    Corrected: the facts change, and of what should stay the whole interval of something lies below its aim.
+    An aim is reached if the mean is at least the aim, and the interval over relations lies above the aim less `CLEAR`.
     """
     content: Mapping[str, Any] = read(results / "results.json")
     made = {one["arm"]: one for one in content.get("outcomes", ())}
     arm = next(iter(ARMS))
     if arm not in made or not AIMS.keys() <= made[arm]["quantities"].keys():
         return []
-    one, shares = made[arm]["quantities"], {name: made[arm]["quantities"][name] for name in AIMS}
-    reached = {name: v["mean"] >= AIMS[name] and v["low"] > AIMS[name] - _CLEAR for name, v in shares.items()}
-    missed = [name for name in ("same subject", "same relation") if shares[name]["high"] < AIMS[name]]
-    verdict: Verdict = "not confirmed"
-    if all(reached.values()) and one["text"]["mean"] <= TEXT_AIM:
-        verdict = "confirmed"
-    elif reached["fact"] and missed:
-        verdict = "corrected"
+    one = made[arm]["quantities"]
+    found = {name: Interval(*(one[name][key] for key in ("mean", "low", "high"))) for name in (*AIMS, "text")}
+    fact, *others = (decide(found[name].less(aim - CLEAR), "above", CLEAR) for name, aim in AIMS.items())
+    decision = possible(partly(fact, *others, no_more(found["text"], TEXT_AIM)))
 
     def shown(name: str) -> str:
-        return said([one[name][key] for key in ("mean", "low", "high")], ".0%")
+        return said(found[name].numbers, ".0%")
 
     sentence = (
         f"`knowledge.edit` as it is, one fact at a time: of {made[arm]['count']} facts of "
         f"{len(made[arm]['relations']['fact'])} relations, on which nothing was tuned, {shown('fact')} change; "
         f"{shown('paraphrases understood')} of the paraphrases that the model understood follow. Of other facts of the "
         f"relation {shown('same relation')} stay, of what it says of the subject {shown('same subject')}. Text costs "
-        f"{one['text']['mean']:+.4f} nats a token. Intervals are over relations."
+        f"{found['text'].mean:+.4f} nats a token. Intervals are over relations."
     )
-    return [Judgement("K20", verdict, sentence)]
+    return [Judgement.of("K20", decision, sentence)]
 
 
 EXPERIMENT: Final = Experiment(

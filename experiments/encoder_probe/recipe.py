@@ -10,13 +10,12 @@ from typing import Any, Final
 from experiments.bias_comparison.settings import bert
 from experiments.encoder_probe.study import Probe, setup
 from experiments.encoder_probe.summary import HEADS, summarise
-from experiments.runner.experiment import Experiment, Judgement, Verdict
+from experiments.runner.experiment import Experiment, Judgement
 from experiments.runner.files import read
 from experiments.runner.statistics import Interval
+from experiments.runner.verdict import ACCURACY, decide, jointly, partly
 
-_SMALLEST: Final = 0.02  # accuracy that is worth having
-_SYMMETRIC: Final = 0.01  # antisymmetric share of a head's scores, at most
-_ASYMMETRIC: Final = 0.05  # at least
+ASYMMETRIC: Final = 0.05  # antisymmetric share of scores
 
 
 def miniature(config: Probe) -> Probe:
@@ -52,15 +51,12 @@ def _links(found: dict[str, Interval]) -> list[Judgement]:
     gains = [f"right, far: guidance less {arm}" for arm in ("plain", "key", "dense")]
     if not all(name in found for name in (*needed, way, *gains)):
         return []
-    points = [pair for pair in pairs if all(found[f"B, {pair}: less {other}"].low > 0 for other in ("half", "random"))]
-    one_way, helps = found[way].low > 0, all(found[name].low > 0 for name in gains)
-    verdict: Verdict = "not confirmed"
-    if len(points) == len(pairs) and one_way and helps:
-        verdict = "confirmed"
-    elif not points and not one_way and found[gains[0]].high < _SMALLEST:
-        verdict = "refuted"
+    points = jointly(*(decide(found[name], "above", ACCURACY) for name in needed))
+    helps = jointly(*(decide(found[name], "above", ACCURACY) for name in gains))
+    one_way = decide(found[way], "above", ACCURACY)
+    decision = partly(points, one_way, helps)
     plain = [f"scores of plain, {pair}: less half" for pair in pairs]
-    empty = verdict == "confirmed" and all(found[name].low > 0 for name in plain)
+    attends = jointly(*(decide(found[name], "above", ACCURACY) for name in plain))
 
     def share(name: str) -> str:
         low, high = max(found[name].low + 0.5, 0.0), min(found[name].high + 0.5, 1.0)  # no share lies beyond
@@ -76,29 +72,24 @@ def _links(found: dict[str, Interval]) -> list[Judgement]:
         f"sentences, guidance less plain: {found[gains[0]]:.3f}, less key: {found[gains[1]]:.3f}, less "
         f"dense: {found[gains[2]]:.3f}."
     )
-    return [Judgement("D26", verdict, said, ("empty",) if empty else ())]
+    return [Judgement.of("D26", decision, said, *(("empty",) if attends.holds else ()))]
 
 
 def _symmetry(content: dict[str, Any] | None) -> list[Judgement]:
-    """D27: the median head in the kindest reading, which is that of words alone with rows and columns centred."""
+    """D27: the mean over layers in the kindest reading, which is that of words alone with rows and columns centred."""
     if content is None or content["encoder"] == "untrained":
         return []
     heads = content["heads"]
     real, random = (heads[name]["words"] for name in ("real", "random"))
-    kind = real["double-centred"]
-    verdict: Verdict = "not confirmed"
-    if kind[1] > _ASYMMETRIC:  # the lower quartile
-        verdict = "refuted"
-    elif kind[2] < _SYMMETRIC:  # the upper quartile
-        verdict = "confirmed"
+    kind, layers = real["double-centred"], Interval(*content["layers"]["words"]["double-centred"])
     said = (
         f"Antisymmetric share (0: symmetric, 0.5: unrelated) in the median head of {content['encoder']} on "
         f"{content['sentences']} sentences: scores {real['scores'][0]:.2f}, with rows and columns centred "
-        f"{kind[0]:.2f} (least head {kind[3]:.2f}), weights {real['weights'][0]:.2f}; a random network "
-        f"{random['double-centred'][0]:.2f}. "
+        f"{kind[0]:.2f} (least head {kind[3]:.2f}; mean over layers {layers:.2f}), weights "
+        f"{real['weights'][0]:.2f}; a random network {random['double-centred'][0]:.2f}. "
         "Scores are symmetric for all inputs only if W_q^T W_k is, and weights not even then."
     )
-    return [Judgement("D27", verdict, said)]
+    return [Judgement.of("D27", decide(layers, "none", ASYMMETRIC), said, "rule after")]
 
 
 EXPERIMENT: Final = Experiment(

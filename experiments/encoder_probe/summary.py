@@ -149,4 +149,8 @@ def symmetry(real: Record) -> dict[str, Any]:
             }
             for model, every in real["shares"].items()
         },
+        "layers": {  # mean over layers, with Student's t
+            tokens: {name: student([fmean(layer) for layer in heads]).numbers for name, heads in readings.items()}
+            for tokens, readings in real["shares"]["real"].items()
+        },
     }

@@ -15,6 +15,11 @@ from experiments.facts.summary import summarise
 from experiments.facts.training import FactTraining, train
 from experiments.runner.experiment import Experiment, Judgement, Setup
 from experiments.runner.jobs import Job, Plan
+from experiments.runner.statistics import Interval, proportion, said
+from experiments.runner.verdict import decide, jointly, possible
+
+RIGHT: Final = 0.8  # of the questions about edited facts, at least
+OLD: Final = 0.01  # of the answers that say a value from before the edit, at most
 
 
 @dataclass(frozen=True)
@@ -93,23 +98,27 @@ def judge(results: Path) -> Sequence[Judgement]:
             for row in csv.DictReader(file)
             if (row["arm"], row["way"], row["phase"], row["wording"]) == ("main", "entries", "after", "trained")
         ]
-    lows = {group: min(float(r["low"]) for r in rows if r["group"] == group) for group in ("inserted", "corrected")}
-    old = max(float(row["old"]) for row in rows if row["group"] in ("corrected", "deleted"))
-    each = [
-        f"{group} {min(float(r['right']) for r in rows if r['group'] == group):.0%} (lower end {low:.0%})"
-        for group, low in lows.items()
-    ]
-    deleted = min(float(row["right"]) for row in rows if row["group"] == "deleted")
-    held = min(lows.values()) > 0.8 and old < 0.01  # written after these runs: of the next ones it is a prediction
-    return [
-        Judgement(
-            "K13",
-            "confirmed" if held else "not confirmed",
-            f"In a small model trained to read them, edits of entries are what it says afterwards; right at the worst "
-            f"of four sizes of store, {rows[0]['seeds']} seeds: {', '.join(each)}, deleted {deleted:.0%}; old values "
-            f"in at most {old:.1%} of answers. The rule asks for lower ends above 80 %.",
+    changed = ("inserted", "corrected", "deleted")
+    worst = {
+        group: min(
+            (Interval(*(float(row[key]) for key in ("right", "low", "high"))) for row in rows if row["group"] == group),
+            key=lambda one: one.low,
         )
+        for group in changed
+    }
+    asked = [
+        (int(row["seeds"]) * int(row["questions"]), float(row["old"])) for row in rows if row["group"] in changed[1:]
     ]
+    old = proportion(round(sum(count * share for count, share in asked)), sum(count for count, _ in asked))
+    parts = [decide(one.less(RIGHT), "above", 0.0) for one in worst.values()]
+    each = ", ".join(f"{group} {said(one.numbers, '.0%')}" for group, one in worst.items())
+    sentence = (
+        f"In a small model trained to read them, edits of entries are what it says afterwards; right at the worst "
+        f"of four sizes of store, {rows[0]['seeds']} seeds: {each}; old values in {said(old.numbers, '.1%')} of "
+        f"answers. The bar is {RIGHT:.0%}."
+    )
+    decision = possible(jointly(*parts, decide(old.less(OLD), "below", 0.0)))
+    return [Judgement.of("K13", decision, sentence, "rule after")]
 
 
 EXPERIMENT: Final = Experiment(
@@ -120,6 +129,5 @@ EXPERIMENT: Final = Experiment(
     summarise=summarise,
     miniature=miniature,
     judge=judge,
-    rule_before=False,
     packages=("torch", "transformers", "lancedb", "attnflow"),
 )

@@ -2,110 +2,103 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from itertools import combinations
-from math import comb
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from attnflow.geometry.published import PublishedScores, published_scores
+from attnflow.geometry.published import PublishedScores
+from experiments.geometry_checkpoints.published import (
+    MODALITIES,
+    Score,
+    by_family,
+    in_order,
+    less_directional,
+    sound,
+    within_models,
+)  # fmt: skip
 from experiments.geometry_checkpoints.study import miniature, paper, setup, small, tiny
 from experiments.geometry_checkpoints.summary import summarise
-from experiments.runner.experiment import Experiment, Judgement, Verdict
+from experiments.runner.experiment import Experiment, Judgement
 from experiments.runner.files import read
+from experiments.runner.statistics import Interval, said
+from experiments.runner.verdict import UNTESTED, Decision, at_scales, decide, jointly
 
-# Decoders without an encoder, as the published table names them.
-_DECODERS: Final = re.compile("gpt|llama|mistral|mixtral|mobilellm|phi-|pythia|opt-", re.IGNORECASE)
+PAIRS: Final = 0.1  # of all pairs, beyond the half that chance gives
+_LETTERS: Final[Mapping[Score, str]] = {"symmetry": "S", "directionality": "D"}
+_PUBLISHED: Final = "published checkpoints"
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """By medians over layers of each part of a model; the rule stands in the README."""
+    """By medians over layers that were published, and by those of each part of a model that we have scored."""
     rows: Sequence[Mapping[str, Any]] = read(results / "results.json")["parts"]
-    found = [
-        Judgement("G6", *_ordered(rows, "symmetry")),
-        Judgement("G7", *_ordered(rows, "directionality")),
-    ]
-    others = [row for row in rows if row["modality"] in ("vision", "audio")]
-    each = [_ordered([row for row in others if row["modality"] == name], what) for name in ("vision", "audio")
-            for what in ("symmetry", "directionality")]  # fmt: skip
-    said = "; ".join(sentence for verdict, sentence in each if verdict != "not testable here")
-    verdicts = {verdict for verdict, _ in each}
-    verdict: Verdict = (
-        "confirmed" if verdicts == {"confirmed"}
-        else "not confirmed" if verdicts - {"confirmed", "not testable here"}
-        else "not testable here"
-    )  # fmt: skip
-    which = ", ".join(name for name in ("vision", "audio") if not any(row["modality"] == name for row in others))
-    found.append(Judgement("G8", verdict, f"{said or 'Nothing scored'}." + (f" No model of {which}." if which else "")))
-    found.append(_encoder_decoders(rows))
-    return found
+    records = sound()
+    found: list[Judgement] = []
+    for claim, score in (("G6", "symmetry"), ("G7", "directionality")):
+        share, own = _pairs(records, "text", score), _ours(rows, score)
+        decision = at_scales(_decide(share), _decide(own))
+        sentence = f"Published checkpoints of text: {_said(share, score)}. {_models(rows, score, own)}"
+        found.append(Judgement.of(claim, decision, sentence, "rule after", evidence=_PUBLISHED))
+    return [*found, _others(records), _encoder_decoders(rows)]
 
 
-def _ordered(rows: Sequence[Mapping[str, Any]], what: str) -> tuple[Verdict, str]:
-    """Whether every encoder has more of something than every decoder (confirmed), or their medians less (refuted)."""
-    sides = {side: sorted(row[what] for row in rows if row["side"] == side) for side in ("encoder", "decoder")}
-    encoders, decoders = sides["encoder"], sides["decoder"]
-    if not encoders or not decoders:
-        return "not testable here", ""
-    verdict: Verdict = "confirmed" if encoders[0] > decoders[-1] else "not confirmed"
-    if median(encoders) < median(decoders):
-        verdict = "refuted"
-    name = "S" if what == "symmetry" else "D"
-    named = ", ".join(f"{row['model']} {row[what]:+.2f}" for row in rows if row["side"] == "decoder")
-    of = f"{len(encoders)} encoders {encoders[0]:+.2f} to {encoders[-1]:+.2f} (median {median(encoders):+.2f})"
-    if len(encoders) == 1:
-        of = f"an encoder {encoders[0]:+.2f}"
-    above = sum(one > other for one in encoders for other in decoders)
-    pairs = len(encoders) * len(decoders)
-    more = f" ({above} of {pairs} pairs, one-sided p = {rank_test(encoders, decoders):.3f})" if pairs > 1 else ""
-    return verdict, f"Median {name} over layers: {of}, decoders {named}{more}"
+def _pairs(records: Sequence[PublishedScores], modality: str, score: Score, family: str = "") -> Interval:
+    """Pairs of an encoder and a decoder, or one of a family of decoders, in which the encoder has more, less half."""
+    some = [one for one in records if one.modality == MODALITIES[modality]]
+    decoders = by_family(some, score, True)
+    return in_order(by_family(some, score, False), {family: decoders[family]} if family else decoders)
 
 
-def rank_test(above: Sequence[float], below: Sequence[float]) -> float:
-    """One-sided p of Mann and Whitney, exact: in how many splits of all values at least as many pairs are in order.
+def _decide(share: Interval | None) -> Decision:
+    return UNTESTED if share is None else decide(share, "above", PAIRS)
 
-    Values are taken as independent, which relatives of one model are not.
 
-    Cost: the number of splits, 55 for nine and two values.
+def _said(share: Interval, score: Score) -> str:
+    return f"{_LETTERS[score]} is higher in the encoder in {said(share.less(-0.5).numbers, '.0%')} of the pairs"
 
-    >>> print(f"{rank_test([3.0, 4.0, 1.0], [2.0]):.2f}")  # 2 of 3 pairs: so it is wherever the 2 is lowest or second
-    0.50
-    """
-    every = [*above, *below]
 
-    def ordered(lower: set[int]) -> float:
-        pairs = [(one, every[j]) for i, one in enumerate(every) if i not in lower for j in lower]
-        return sum((one > other) + 0.5 * (one == other) for one, other in pairs)
+def _ours(rows: Sequence[Mapping[str, Any]], score: Score) -> Interval | None:
+    """The same of what we have scored, all modalities together; relatives are told by the first word of a name."""
+    sides: dict[str, dict[str, list[float]]] = {"encoder": {}, "decoder": {}}
+    for row in rows:
+        sides[row["side"]].setdefault(row["model"].partition(" ")[0], []).append(row[score])
+    return in_order(sides["encoder"], sides["decoder"]) if all(sides.values()) else None
 
-    seen = ordered(set(range(len(above), len(every))))
-    splits = [ordered(set(chosen)) for chosen in combinations(range(len(every)), len(below))]
-    return sum(one >= seen for one in splits) / len(splits)
+
+def _models(rows: Sequence[Mapping[str, Any]], score: Score, share: Interval | None) -> str:
+    encoders = sorted(row[score] for row in rows if row["side"] == "encoder")
+    if share is None:
+        return "Ours at tiny have not both sides."
+    named = ", ".join(f"{row['model']} {row[score]:+.2f}" for row in rows if row["side"] == "decoder")
+    return (
+        f"Ours at tiny, of all modalities: {said(share.less(-0.5).numbers, '.0%')}, {_decide(share).verdict} (encoders "
+        f"{encoders[0]:+.2f} to {encoders[-1]:+.2f}, median {median(encoders):+.2f}; decoders {named})."
+    )
+
+
+def _others(records: Sequence[PublishedScores]) -> Judgement:
+    """G8: both scores, of audio and of vision."""
+    shares = {(name, score): _pairs(records, name, score) for name in ("audio", "vision") for score in _LETTERS}
+    each = "; ".join(f"{name}, {_said(share, score)}" for (name, score), share in shares.items())
+    next_ones = (
+        f"{_LETTERS[score]} {_pairs(records, 'vision', score, 'iGPT').less(-0.5).mean:.0%}" for score in _LETTERS
+    )
+    sentence = (
+        f"Published checkpoints: {each}. Of the decoders of vision only iGPT predicts what comes next; against it: "
+        f"{', '.join(next_ones)}. Ours at tiny are one model of audio (G29)."
+    )
+    decision = jointly(*map(_decide, shares.values()))
+    return Judgement.of("G8", decision, sentence, "rule after", evidence=_PUBLISHED)
 
 
 def _encoder_decoders(rows: Sequence[Mapping[str, Any]]) -> Judgement:
-    """Fig. S2: the towers of a model, by a sign test on the authors' own medians, and those that we have scored."""
-    published: dict[str, dict[str, PublishedScores]] = {}
-    alone: list[float] = []
-    for one in published_scores():
-        if one.fault or one.kind != "self":
-            continue
-        if one.tower in ("encoder", "decoder"):
-            published.setdefault(one.model, {})[one.tower] = one
-        elif one.modality == "language-models" and _DECODERS.search(one.model):
-            alone.append(abs(one.directionality.median))
-    models = [towers for towers in published.values() if len(towers) == 2]
-    counts = {
-        what: sum(getattr(m["encoder"], what).median > getattr(m["decoder"], what).median for m in models)
-        for what in ("symmetry", "directionality")
-    }
-    chances = {what: binomial_test(count, len(models)) for what, count in counts.items()}
-    clear = [(chances[what] < 0.05) * (1 if 2 * count > len(models) else -1) for what, count in counts.items()]
-    size = median(abs(m["decoder"].directionality.median) for m in models)
-    said = " and ".join(
-        f"the higher {letter} in {counts[what]} of {len(models)} models (sign test, p = {chances[what]:.0e})"
-        for what, letter in (("symmetry", "S"), ("directionality", "D"))
+    """G29: the two towers of a model, in both scores; and |D| of decoders beside an encoder and alone."""
+    shares = {score: within_models(score) for score in _LETTERS}
+    smaller, sizes = less_directional()
+    beside, alone = (median(size for some in families.values() for size in some) for families in sizes.values())
+    each = " and ".join(
+        f"the higher {_LETTERS[score]} in {said(share.less(-0.5).numbers, '.0%')} of {count} models"
+        for score, (share, count) in shares.items()
     )
     own = {row["model"]: {r["tower"]: r for r in rows if r["model"] == row["model"]} for row in rows if row["tower"]}
     ours = "; ".join(
@@ -114,22 +107,13 @@ def _encoder_decoders(rows: Sequence[Mapping[str, Any]]) -> Judgement:
         for name, t in own.items()
         if {"encoder", "decoder"} <= t.keys()
     )
-    return Judgement(
-        "G29",
-        "confirmed" if clear == [1, 1] and size < median(alone) else "refuted" if -1 in clear else "not confirmed",
-        f"In the authors' own medians encoders have {said}; decoders have |D| of {size:.2f}, "
-        f"those without an encoder {median(alone):.2f}. {ours or 'None of ours has both towers'}.",
+    sentence = (
+        f"Published checkpoints: encoders have {each}. Decoders beside an encoder have |D| of {beside:.2f}, those that "
+        f"stand alone {alone:.2f}; it is smaller in {said(smaller.less(-0.5).numbers, '.0%')} of the pairs. "
+        f"{ours or 'None of ours has both towers'}."
     )
-
-
-def binomial_test(successes: int, items: int) -> float:
-    """Two-sided p of so many successes where each has chance 1/2.
-
-    >>> binomial_test(0, 3), binomial_test(2, 4)
-    (0.25, 1.0)
-    """
-    tail = sum(comb(items, count) for count in range(max(successes, items - successes), items + 1)) / 2**items
-    return min(1.0, 2 * tail)
+    decision = jointly(*(_decide(share) for share, _ in shares.values()), _decide(smaller))
+    return Judgement.of("G29", decision, sentence, "rule after", evidence=_PUBLISHED)
 
 
 EXPERIMENT: Final = Experiment(
@@ -140,5 +124,4 @@ EXPERIMENT: Final = Experiment(
     summarise=summarise,
     miniature=miniature,
     judge=judge,
-    rule_before=False,
 )

@@ -9,8 +9,9 @@ import numpy as np
 
 from attnflow._core.markup import aligned
 from experiments.geometry_init.curves import Choice, Curves
-from experiments.runner.experiment import Judgement, Verdict
-from experiments.runner.statistics import Array, Interval, student
+from experiments.runner.experiment import Judgement
+from experiments.runner.statistics import Array, Interval, student, widest
+from experiments.runner.verdict import SCORE, STEPS, decide, partly
 
 STARTS: Final = ("default", "scaled")
 _SETTLED: Final = 0.2  # of the largest distance from the end: within it for good, a layer has settled
@@ -97,34 +98,25 @@ def middle(one: Curves) -> Array:
 
 
 def judge_rates(content: Mapping[str, Any]) -> list[Judgement]:
-    """By the signs of all intervals from the default start, and for S and D from the scaled start; see the README."""
+    """By what all rates say from the default start, which is the main part, and for S and D from the scaled start."""
     found: list[Judgement] = []
-    for claim, contrast, wanted, starts in (
-        ("G9", SYMMETRY, 1, STARTS),
-        ("G10", DIRECTIONALITY, 1, STARTS),
-        ("G11", LATE_SYMMETRY, 1, STARTS[:1]),
-        ("G12", LATE_DIRECTIONALITY, -1, STARTS[:1]),
-        ("G30", MIDDLE, -1, STARTS[:1]),
-        ("G31", SETTLING, -1, STARTS[:1]),
+    for claim, contrast, claimed, smallest, starts in (
+        ("G9", SYMMETRY, "above", SCORE, STARTS),
+        ("G10", DIRECTIONALITY, "above", SCORE, STARTS),
+        ("G11", LATE_SYMMETRY, "above", SCORE, STARTS[:1]),
+        ("G12", LATE_DIRECTIONALITY, "below", SCORE, STARTS[:1]),
+        ("G30", MIDDLE, "below", SCORE, STARTS[:1]),
+        ("G31", SETTLING, "below", STEPS, STARTS[:1]),
     ):
-        rows = [row for row in content["rates"] if row["contrast"] == contrast]
-        signs = [{Interval(*row["value"]).side * wanted for row in rows if row["start"] == start} for start in starts]
+        rows = [row for row in content["rates"] if row["contrast"] == contrast and row["start"] in starts]
+        over_rates = [widest(*(Interval(*row["value"]) for row in rows if row["start"] == start)) for start in starts]
+        decision = partly(*(decide(one, claimed, smallest) for one in over_rates))
         said = "; ".join(
             f"{row['start']} start, {row['at']}{' rates' if row['at'] == 'best' else ''} {Interval(*row['value']):.2f}"
             for row in rows
-            if row["start"] in starts
         )
-        found.append(Judgement(claim, _verdict(signs), f"{contrast}: {said}."))
+        found.append(Judgement.of(claim, decision, f"{contrast}: {said}.", "rule after"))
     return found
-
-
-def _verdict(signs: Sequence[set[int]]) -> Verdict:
-    """Confirmed or refuted if all agree; "corrected" if it holds from the first start alone."""
-    if all(one == {1} for one in signs):
-        return "confirmed"
-    if all(one == {-1} for one in signs):
-        return "refuted"
-    return "corrected" if signs[0] == {1} else "not confirmed"
 
 
 def said_of(choices: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]]) -> str:

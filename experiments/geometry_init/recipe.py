@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from experiments.geometry_init.rates import MIDDLE, SETTLING, judge_rates
+from experiments.geometry_init.rates import MIDDLE, SETTLING, STARTS, judge_rates
 from experiments.geometry_init.study import Initialisation, paper, paper_12, rates, setup, sizes, small, tiny
 from experiments.geometry_init.summary import summarise
-from experiments.runner.experiment import Experiment, Judgement, Tag, Verdict
+from experiments.runner.experiment import Experiment, Judgement
 from experiments.runner.files import read
+from experiments.runner.statistics import Interval
+from experiments.runner.verdict import LOSS, SCORE, STEPS, UNTESTED, Side, Tag, decide, jointly, possible
 
-# Name in the results -> (claim, the sign that it asks for, how it is said).
-_CONTRASTS: Final = {
-    "symmetry, masked less causal": ("G9", 1, "Symmetry at the end of training, masked less causal"),
-    "directionality, masked less causal": ("G10", 1, "Directionality (columns: negative), masked less causal"),
-    MIDDLE: ("G30", -1, MIDDLE),
-    SETTLING: ("G31", -1, "Share of the steps until S has settled, late less early layers, masked"),
-    "symmetry, late less early layers, masked": ("G11", 1, "Symmetry of late less early layers, masked"),
+# Name in the results -> (claim, where the claim has it, smallest effect, how it is said).
+_CONTRASTS: Final[Mapping[str, tuple[str, Side, float, str]]] = {
+    "symmetry, masked less causal": ("G9", "above", SCORE, "Symmetry at the end of training, masked less causal"),
+    "directionality, masked less causal": (
+        "G10", "above", SCORE, "Directionality (columns: negative), masked less causal",
+    ),
+    MIDDLE: ("G30", "below", SCORE, MIDDLE),
+    SETTLING: ("G31", "below", STEPS, "Share of the steps until S has settled, late less early layers, masked"),
+    "symmetry, late less early layers, masked": ("G11", "above", SCORE, "Symmetry of late less early layers, masked"),
     "directionality, late less early layers, causal": (
-        "G12",
-        -1,
-        "Directionality of late less early layers, causal",
+        "G12", "below", SCORE, "Directionality of late less early layers, causal",
     ),
-    "symmetry at the end, symmetric less scaled": ("G15", 1, "Symmetry at the end, symmetric less scaled start"),
-    "spread of symmetry over layers, symmetric less scaled": (
-        "G16",
-        -1,
-        "Range of S over layers, symmetric less scaled",
-    ),
-}
+}  # fmt: skip
 
 
 def miniature(config: Initialisation) -> Initialisation:
@@ -54,47 +50,66 @@ def miniature(config: Initialisation) -> Initialisation:
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """By intervals over seeds that exclude 0; the rule stands in the README since before the run."""
+    """By intervals over seeds; all smallest effects were chosen after the run."""
     content = read(results / "results.json")
     # Encoders of this scale gain 0.2 nats over a table of frequencies: how W_q and W_k begin can hardly show yet.
-    first = read(results / "study.json")["scale"] == "tiny"
-    tags: tuple[Tag, ...] = ("floor",) if first else ()
-    late_rule = " (rule written after the run)" if first else ""
+    tags: tuple[Tag, ...] = ("floor",) if read(results / "study.json")["scale"] == "tiny" else ()
     compared = {(one["objective"], one["arm"]): one for one in content["comparisons"]}
-    contrasts = content["contrasts"]
-
-    def sign(value: Sequence[float], wanted: int) -> Verdict:
-        low, high = (wanted * end for end in (value[1:] if wanted > 0 else value[:0:-1]))
-        return "confirmed" if low > 0 else "refuted" if high < 0 else "not confirmed"
-
-    def said(value: Sequence[float], digits: int = 2) -> str:
-        return "{0:+.{3}f} [{1:+.{3}f}, {2:+.{3}f}]".format(*value, digits)
-
+    contrasts = {name: Interval(*value) for name, value in content["contrasts"].items()}
     found = judge_rates(content) if "rates" in content else []
     if ("masked", "symmetric") in compared:
-        one, small_one = compared["masked", "symmetric"], compared.get(("masked", "symmetric small"))
-        beside = "" if small_one is None else f"; at the scale of the default {said(small_one['loss'], 4)}"
-        sentence = f"Held-out loss of symmetric less scale-matched: {said(one['loss'], 4)} nats{beside}."
-        found.append(Judgement("G13", sign(one["loss"], -1), sentence, tags))
-        fast = one["speed_up"] > one["null"][2]
-        slow = one["speed_up"] < one["null"][1]
-        null = f"{one['null'][0]:.0%}, 95 % of its pairs in [{one['null'][1]:.0%}, {one['null'][2]:.0%}]"
-        sentence = f"Speed-up over the scale-matched control {one['speed_up']:.0%}; control against itself {null}."
-        verdict: Verdict = "confirmed" if fast else "refuted" if slow else "not confirmed"
-        found.append(Judgement("G14", verdict, sentence, tags))
+        found += _start(compared["masked", "symmetric"], compared.get(("masked", "symmetric small")), tags)
     # One rate for both objectives, or the difference is not of objectives alone.
     used = {one["objective"]: one["rate"] for one in content["arms"] if one["arm"] == "default"}
-    for name, (claim, wanted, sentence) in _CONTRASTS.items():
+    for name, (claim, claimed, smallest, sentence) in _CONTRASTS.items():
         if name in contrasts and claim not in {one.claim for one in found}:
             uneven = claim in ("G9", "G10") and len(set(used.values())) > 1
             more = f", but with a rate of {used['masked']:g} and one of {used['causal']:g}" if uneven else ""
-            more += late_rule if claim in ("G30", "G31") else ""
-            verdict = "not confirmed" if uneven else sign(contrasts[name], wanted)
-            found.append(Judgement(claim, verdict, f"{sentence}: {said(contrasts[name])}{more}."))
+            decision = UNTESTED if uneven else decide(contrasts[name], claimed, smallest)
+            found.append(Judgement.of(claim, decision, f"{sentence}: {contrasts[name]:.2f}{more}.", "rule after"))
+    found += _symmetric(contrasts)
     if ("causal", "penalty columns") in compared:
-        value = compared["causal", "penalty columns"]["loss"]
-        sentence = f"Held-out loss with a penalty on 1 + D less that without, causal: {said(value, 4)} nats{late_rule}."
-        found.append(Judgement("G32", sign(value, -1), sentence))
+        value = Interval(*compared["causal", "penalty columns"]["loss"])
+        sentence = (
+            f"Held-out loss with a penalty on 1 + D, of one strength, less that without, causal: {value:.4f} nats."
+        )
+        found.append(Judgement.of("G32", possible(decide(value, "below", LOSS)), sentence, "rule after"))
+    return found
+
+
+def _start(one: Mapping[str, Any], small: Mapping[str, Any] | None, tags: Sequence[Tag]) -> list[Judgement]:
+    """G13 and G14: a symmetric start less one of equal scale; a speed-up less that of the control over itself."""
+    loss, (mean, low, high) = Interval(*one["loss"]), one["null"]
+    beside = "" if small is None else f"; at the scale of the default {Interval(*small['loss']):.4f}"
+    faster = Interval(one["speed_up"] - mean, one["speed_up"] - high, one["speed_up"] - low)
+    sentence = f"Held-out loss of symmetric less scale-matched: {loss:.4f} nats{beside}."
+    speed = (
+        f"Speed-up over the scale-matched control {one['speed_up']:.0%}; control against itself {mean:.0%}, 95 % of "
+        f"its pairs in [{low:.0%}, {high:.0%}]."
+    )
+    return [
+        Judgement.of("G13", decide(loss, "below", LOSS), sentence, *tags, "rule after"),
+        Judgement.of("G14", decide(faster, "above", STEPS), speed, *tags, "rule after"),
+    ]
+
+
+def _symmetric(contrasts: Mapping[str, Interval]) -> list[Judgement]:
+    """G15, both halves; G16 against the default start, as the paper has it, with the start of equal scale beside."""
+    lost = contrasts.get("symmetry, end less start, symmetric")
+    above = contrasts.get("symmetry at the end, symmetric less scaled")
+    default, scaled = (contrasts.get(f"spread of symmetry over layers, symmetric less {arm}") for arm in STARTS)
+    found: list[Judgement] = []
+    if lost and above:
+        decision = jointly(decide(lost, "below", SCORE), decide(above, "above", SCORE))
+        sentence = (
+            f"Symmetry at the end less at the start: {lost:.2f}; at the end, symmetric less scaled start: {above:.2f}."
+        )
+        found.append(Judgement.of("G15", decision, sentence, "rule after"))
+    if default and scaled:
+        sentence = (
+            f"Range of S over layers, symmetric less default start: {default:.3f}; less scaled start: {scaled:.3f}."
+        )
+        found.append(Judgement.of("G16", decide(default, "below", SCORE), sentence, "rule after"))
     return found
 
 

@@ -84,7 +84,8 @@ def contrasts(every: Sequence[Curves]) -> dict[str, Interval]:
     symmetric = of.get(("masked", "symmetric"))
     scaled = of.get(("masked", "scaled"))
     add("symmetry at the end, symmetric less scaled", symmetric, scaled, lambda one: one.end("symmetry"))
-    add("spread of symmetry over layers, symmetric less scaled", symmetric, scaled, _spread)
+    for name, start in (("scaled", scaled), ("default", masked)):
+        add(f"spread of symmetry over layers, symmetric less {name}", symmetric, start, _spread)
     if symmetric is not None:
         lost = np.median(symmetric.symmetry[:, -1], axis=1) - np.median(symmetric.symmetry[:, 0], axis=1)
         found["symmetry, end less start, symmetric"] = student(lost.tolist())

@@ -15,13 +15,14 @@ from attnflow._core.progress import Progress
 from attnflow.models import sample_text
 from experiments.geometry_theory.language_model import Objective, draw_tokens
 from experiments.geometry_theory.theory import OBJECTIVES, PAIRS, STAGES, UpdateStudy, run_updates, study_of
-from experiments.runner.experiment import Experiment, Judgement, Setup, Verdict
+from experiments.runner.experiment import Experiment, Judgement, Setup
 from experiments.runner.figures import canvas, colour
 from experiments.runner.files import read, write, write_table
 from experiments.runner.jobs import Job, repeated
 from experiments.runner.statistics import Interval
 from experiments.runner.study import read_study
 from experiments.runner.text import stream
+from experiments.runner.verdict import SCORE, decide, jointly
 
 WORKS: Final = ("sonnets", "hamlet", "midsummer_nights_dream")
 _GRADIENTS: Final = ("gradient", "late gradient")
@@ -150,7 +151,8 @@ def figure(study: Mapping[str, Any]) -> Any:
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """The theorems on training, by the signs of the intervals over seeds; the README has the rule."""
+    """The theorems on training, by intervals over seeds; the smallest effect was chosen after the run."""
+    after: Final = "rule after"
     study = read(results / "results.json")
 
     def of(objective: str, stage: str, quantity: str) -> Interval:
@@ -160,31 +162,29 @@ def judge(results: Path) -> Sequence[Judgement]:
     down, apart = of("causal", "training", "directionality"), of("difference", "training", "directionality")
     up, more = of("bidirectional", "training", "symmetry"), of("difference", "training", "symmetry")
     first = of("difference", "gradient", "symmetry")
-    both = [each.side for each in (up, more)]
     pairs = [{name: Interval(**value) for name, value in study["pairs"][stage].items()} for stage in _GRADIENTS]
-    agree = {each["agreement"].side for each in pairs}
     said = [f"{each['agreement']:.3f}" for each in pairs]
     return [
-        Judgement("G3", _verdict(-down.side), f"After training on the next token, M has D = {down:.2f}."),
-        Judgement(
+        Judgement.of(
+            "G3", decide(down, "below", SCORE), f"After training on the next token, M has D = {down:.2f}.", after
+        ),
+        Judgement.of(
             "G4",
-            "confirmed" if both == [1, 1] else "refuted" if both[0] < 0 else "not confirmed",
+            jointly(*(decide(one, "above", SCORE) for one in (up, more))),
             f"Trained on masked tokens, M has S = {up:.2f}; masked less next: {more:.2f}. Not so in the gradients "
             f"of the proof: masked less next {first:.2f} in the first one.",
+            after,
         ),
-        Judgement("G24", _verdict(apart.side), f"D after training, masked less next: {apart:.2f}."),
-        Judgement(
+        Judgement.of("G24", decide(apart, "above", SCORE), f"D after training, masked less next: {apart:.2f}.", after),
+        Judgement.of(
             "G27",
-            _verdict(agree.pop() if len(agree) == 1 else 0),
+            jointly(*(decide(each["agreement"], "above", SCORE) for each in pairs)),
             f"Where both tokens are masked, beta_ij and beta_ji agree by {said[0]} in the first gradient and {said[1]} "
             f"in the last (1: equal, 0: unrelated). Such pairs are {pairs[0]['share'].mean:.0%} of the sum, and below "
             f"the last layer queries that are not masked hold {pairs[0]['unmasked'].mean:.0%} of its energy.",
+            after,
         ),
     ]
-
-
-def _verdict(sign: int) -> Verdict:
-    return "confirmed" if sign > 0 else "refuted" if sign < 0 else "not confirmed"
 
 
 EXPERIMENT: Final = Experiment(

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from experiments.runner.experiment import Judgement, Verdict
+from experiments.runner.experiment import Judgement
 from experiments.runner.files import read
-from experiments.runner.statistics import said
+from experiments.runner.statistics import Interval, said
+from experiments.runner.verdict import LOSS, decide, exactly, jointly, no_more
 
-MARGIN: Final = 0.02  # nats per token: the smallest difference of interest
 ROUNDING: Final = 1e-3  # between the two best logits, in float32: either may come out first
 SEEDS: Final = 5  # of the second study, from which on its numbers stand for those of the first
 READABLE: Final = 0.5  # of the share of real words that the text itself has: what is written below that is at the floor
@@ -77,12 +77,15 @@ def _decoding(content: Mapping[str, Any]) -> list[Judgement]:
         return []
     compared, differ = (sum(one[key] for one in rows) for key in ("compared", "differ"))
     margin = max(one["margin"] for one in rows)
-    verdict: Verdict = "confirmed" if margin <= ROUNDING else "refuted"
     sentence = (
         f"{compared} tokens decoded after held-out text by models so trained, {differ} of them not those of the merged "
         f"task (two best logits at most {margin:.1g} apart there)."
     )
-    return [Judgement("H16", verdict, f"{sentence} {_words(content)}".strip())]
+    return [
+        Judgement.of(
+            "H16", exactly(sum(one["margin"] > ROUNDING for one in rows)), f"{sentence} {_words(content)}".strip()
+        )
+    ]
 
 
 def _words(content: Mapping[str, Any]) -> str:
@@ -104,9 +107,7 @@ def _training(content: Mapping[str, Any], arms: Mapping[str, Any]) -> list[Judge
     ways = {name: [way for way in (name, name.replace("block", "warm")) if way in arms] for name in names}
     better = {name: min((arms[way] for way in ways[name]), key=lambda one: one["held_out"][0]) for name in names}
     bars["butterfly"], better["butterfly"] = tables["1"], arms["butterfly"]
-    below = {name: better[name]["held_out"][2] < bar for name, bar in bars.items()}
-    above = [better[name]["held_out"][1] > bar for name, bar in bars.items()]
-    verdict: Verdict = "confirmed" if all(below.values()) else "refuted" if any(above) else "not confirmed"
+    parts = {name: decide(Interval(*better[name]["held_out"]).less(bar), "below", LOSS) for name, bar in bars.items()}
 
     def each(name: str) -> str:
         shown = " or warm ".join(f"{arms[way]['held_out'][0]:.2f}" for way in ways.get(name, [name]))
@@ -116,14 +117,14 @@ def _training(content: Mapping[str, Any], arms: Mapping[str, Any]) -> list[Judge
     words = {one["arm"]: one["real_words"][0] for one in content["written"]}
     weak = words.get(names[-1], 1.0) < READABLE * content["real_words"]
     start = "At best better than a table, and no useful text yet. " if weak else ""
-    close = [f"{better[name]['arm']} {said(better[name]['held_out'])}" for name in bars if not below[name]]
-    told = f" Not told from its table: {', '.join(close)}." if close and not any(above) else ""
+    close = [f"{better[name]['arm']} {said(better[name]['held_out'])}" for name in bars if not parts[name].holds]
+    told = f" Not clear of its table: {', '.join(close)}." if close else ""
     sentence = (
         f"{start}Held-out nats per token, beside a table of the last token read: {', '.join(map(each, bars))}; causal "
         f"{arms['causal']['held_out'][0]:.2f}.{told} {_words(content)} "
         f"From scratch at equal compute, less causal: {spent}."
     )
-    return [Judgement("H17", verdict, sentence, ("floor",) if weak else ())]
+    return [Judgement.of("H17", jointly(*parts.values()), sentence, *(("floor",) if weak else ()))]
 
 
 def _sparse(content: Mapping[str, Any], arms: Mapping[str, Any]) -> list[Judgement]:
@@ -131,36 +132,42 @@ def _sparse(content: Mapping[str, Any], arms: Mapping[str, Any]) -> list[Judgeme
     wanted = {"causal", "butterfly", *(f"block {block}" for block in content["blocks"])}
     if set(excess) != wanted:
         return []
-    within = all(value[2] < MARGIN for value in excess.values())
-    worse = any(value[1] > MARGIN for value in excess.values())
-    verdict: Verdict = "confirmed" if within else "refuted" if worse else "not confirmed"
+    parts = [no_more(Interval(*value), LOSS) for value in excess.values()]
+    far = {one["depth"]: one for one in content["repeats"] if one["reached"]}
+    beyond = [_beyond(far[depth]["held_out"], far[1]["held_out"]) for depth in far if 1 in far and depth > 1]
+    parts += [no_more(one, LOSS) for one in beyond]
 
     def each(name: str) -> str:
         rates = [arms[one]["rate"] for one in (f"sparse {name}", name)]
         other = "" if rates[0] == rates[1] else " at rates of {:g} and {:g}".format(*rates)
         return f"{name} {said(excess[name])}{other}"
 
-    sentence = f"Held-out loss of sparse less dense, margin {MARGIN} nats: {', '.join(map(each, excess))}."
+    sentence = f"Held-out loss of sparse less dense, margin {LOSS} nats: {', '.join(map(each, excess))}."
     for name, by_rate in content["sparse_less_dense_at_equal_rates"].items():
         sentence += f" At equal rates, {name}: {', '.join(f'{said(one)} at {rate}' for rate, one in by_rate.items())}."
-    empty = [one for one in content["depths"] if not one["reached"] and one["excess"][2] < MARGIN]
-    if empty:
-        one = max(empty, key=lambda one: (one["layers"], one["depth"]))
+    shallow = [one for one in content["depths"] if not one["reached"] and no_more(Interval(*one["excess"]), LOSS).holds]
+    if shallow:
+        one = max(shallow, key=lambda one: (one["layers"], one["depth"]))
         sentence += (
-            f" It says nothing of depth: a mask of depth {one['depth']}, which {one['layers']} layers do not reach, "
-            f"is as good, {said(one['excess'])}."
+            f" On this text depth says nothing: a mask of depth {one['depth']}, which {one['layers']} layers do not "
+            f"reach, is as good, {said(one['excess'])}."
         )
-    return [Judgement("H18", verdict, sentence + _counterexample(content), ("empty",) if within and empty else ())]
+    decision = jointly(*parts)
+    tags = ("empty",) if shallow and not _counterexample(far) else ()
+    return [Judgement.of("H18", decision, sentence + _counterexample(far), *tags, "rule after")]
 
 
-def _counterexample(content: Mapping[str, Any]) -> str:
+def _beyond(one: Sequence[float], other: Sequence[float]) -> Interval:
+    """The difference of two means by the far ends of their intervals, which is wider than 95 %."""
+    return Interval(one[0] - other[0], one[1] - other[2], one[2] - other[1])
+
+
+def _counterexample(far: Mapping[int, Any]) -> str:
     """A mask that reaches its depth and does not learn what the dense one does."""
-    dense = [one for one in content["repeats"] if one["depth"] == 1]
-    for one in content["repeats"]:
-        if dense and one["reached"] and one["held_out"][1] > dense[0]["held_out"][2] + MARGIN:
+    for depth, one in far.items():
+        if 1 in far and decide(_beyond(one["held_out"], far[1]["held_out"]).less(LOSS), "above", 0.0).holds:
             return (
-                f" Counterexample: where far letters are needed (rows that repeat), the mask of depth {one['depth']} "
-                f"reaches its depth and ends at {one['held_out'][0]:.3f} nats, the dense one at "
-                f"{dense[0]['held_out'][0]:.3f}."
+                f" Counterexample: where far letters are needed (rows that repeat), the mask of depth {depth} reaches "
+                f"its depth and ends at {one['held_out'][0]:.3f} nats, the dense one at {far[1]['held_out'][0]:.3f}."
             )
     return ""

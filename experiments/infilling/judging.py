@@ -7,33 +7,33 @@ from pathlib import Path
 
 from experiments.hasse.judging import READABLE, ROUNDING
 from experiments.infilling.summary import TABLE
-from experiments.runner.experiment import Judgement, Verdict
+from experiments.runner.experiment import Judgement
 from experiments.runner.files import read
-from experiments.runner.statistics import said
+from experiments.runner.statistics import Interval, said
+from experiments.runner.verdict import LOSS, decide, exactly, jointly
 
 _CLOSE = "random, one by one"  # the way with the lowest loss of those that read both sides
 _FAST = "one shot"
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """Refuted if what is filled is not what was trained; confirmed if it also beats causal and the table in loss."""
+    """Whether what is filled is what was trained, and whether it beats causal and the table in loss."""
     content = read(results / "results.json")
     ways = {one["way"]: one for one in content["ways"]}
     if not {_CLOSE, _FAST, "causal"} <= ways.keys():
         return []
     compared, differ = (sum(one.get(key, 0) for one in ways.values()) for key in ("compared", "differ"))
-    exact = max(one.get("closest", 0.0) for one in ways.values()) <= ROUNDING
+    exact = exactly(sum(one.get("closest", 0.0) > ROUNDING for one in ways.values()))
     causal = content["differences"][f"{_CLOSE} less causal"]["held_out"]
     table = content["differences"][f"{_FAST} less {TABLE}"]["held_out"]
-    useful = causal[2] < 0 and table[2] < 0
-    verdict: Verdict = "refuted" if not exact else "confirmed" if useful else "not confirmed"
+    useful = jointly(*(decide(Interval(*one), "below", LOSS) for one in (causal, table)))
     words = {way: one["real_words"][0] for way, one in ways.items()}
     sentence = (
-        f"{'Exact' if exact else 'Not exact'}, and {'useful' if useful else 'of no use yet at this scale'}: of "
-        f"{compared} letters that were filled {differ} are not those of the merged task. Nats per letter: one by one "
-        f"less causal, which reads the left side alone, {said(causal)}; in one shot less a table of the two neighbours "
-        f"{said(table)}. Letters in real words: one by one {words[_CLOSE]:.0%}, one shot {words[_FAST]:.0%}, causal "
-        f"{words['causal']:.0%}, the text itself {content['real_words']:.0%}."
+        f"{'Exact' if exact.holds else 'Not exact'}, and {'useful' if useful.holds else 'of no use yet at this scale'}"
+        f": of {compared} letters that were filled {differ} are not those of the merged task. Nats per letter: one by "
+        f"one less causal, which reads the left side alone, {said(causal)}; in one shot less a table of the two "
+        f"neighbours {said(table)}. Letters in real words: one by one {words[_CLOSE]:.0%}, one shot "
+        f"{words[_FAST]:.0%}, causal {words['causal']:.0%}, the text itself {content['real_words']:.0%}."
     )
     weak = words[_CLOSE] < READABLE * content["real_words"]
-    return [Judgement("H19", verdict, sentence, ("floor",) if weak else ())]
+    return [Judgement.of("H19", jointly(exact, useful), sentence, *(("floor",) if weak else ()), "rule after")]

@@ -27,5 +27,4 @@ EXPERIMENT: Final = Experiment(
     miniature=miniature,
     judge=judge,
     packages=("torch", "transformers", "tokenizers", "attnflow"),
-    rule_before=False,
 )

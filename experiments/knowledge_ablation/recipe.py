@@ -11,6 +11,11 @@ from experiments.knowledge_ablation.ablate import Ablation, paper, setup, small,
 from experiments.knowledge_ablation.summary import summarise
 from experiments.runner.experiment import Experiment, Judgement
 from experiments.runner.files import read
+from experiments.runner.statistics import Interval
+from experiments.runner.verdict import decide, jointly, possible
+
+CHANGED: Final = 0.9  # of the facts, at least
+LEAKED: Final = 0.05  # of other facts, at most
 
 
 def miniature(config: Ablation) -> Ablation:
@@ -28,16 +33,18 @@ def judge(results: Path) -> Sequence[Judgement]:
         if (one["change"], one["method"], one["entries"]) == ("ablated", "effect", size)
     )
     changed, leaked = (edit["quantities"][name] for name in ("fact_changed", "other_facts_leaked"))
-    specific = changed["low"] > 0.9 and leaked["high"] < 0.05  # written after these runs
+    of = {name: Interval(one["mean"], one["low"], one["high"]) for name, one in (("to", changed), ("off", leaked))}
+    specific = jointly(decide(of["to"].less(CHANGED), "above", 0.0), decide(of["off"].less(LEAKED), "below", 0.0))
     return [
-        Judgement(
+        Judgement.of(
             "K12",
-            "confirmed" if specific else "not confirmed",
+            possible(specific),
             f"Of SmolLM2-135M converted, {size} entries edited change {changed['mean']:.0%} of the facts, and the "
             f"answer leaks to {leaked['mean']:.0%} of other facts; ablated, they cost the fact "
             f"{-cut['fact']['mean']:.1f} nats and other facts of its relation {-cut['other_facts']['mean']:.1f}. "
             "Superseded by the experiment editing (K20), whose edits are found by gradients, and measured on more.",
-            ("superseded",),
+            "superseded",
+            "rule after",
         )
     ]
 
@@ -50,6 +57,5 @@ EXPERIMENT: Final = Experiment(
     summarise=summarise,
     miniature=miniature,
     judge=judge,
-    rule_before=False,
     packages=("torch", "transformers", "attnflow"),
 )

@@ -9,13 +9,14 @@ from typing import Final
 
 from experiments.knowledge_scaling.summary import name, summarise
 from experiments.knowledge_twins.models import Arm
-from experiments.knowledge_twins.recipe import MARGIN, brief
+from experiments.knowledge_twins.recipe import brief
 from experiments.knowledge_twins.recipe import paper as twins_paper
 from experiments.knowledge_twins.recipe import small as twins_small
 from experiments.knowledge_twins.study import Schedule, setup
-from experiments.runner.experiment import Experiment, Judgement, Verdict
+from experiments.runner.experiment import Experiment, Judgement
 from experiments.runner.files import read
-from experiments.runner.statistics import said
+from experiments.runner.statistics import Interval, said
+from experiments.runner.verdict import LOSS, decide, jointly
 
 
 @dataclass(frozen=True)
@@ -61,25 +62,21 @@ def miniature(config: Grid) -> Grid:
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """By the rule that the README has since before the run."""
+    """Whether a larger store gains at every width, and as much at each."""
     content = read(results / "results.json")
-    found = {one["name"]: one["nats"] for one in content["gains"]}
+    found = {one["name"]: Interval(*one["nats"]) for one in content["gains"]}
     few, many = content["entries"][0], content["entries"][-1]
-    stores = [found.get(f"{many} entries for {few}, width {width}") for width in content["widths"]]
-    both = found.get("interaction")
-    if both is None or any(one is None for one in stores):
+    gains = [f"{many} entries for {few}, width {width}" for width in content["widths"]]
+    if not found.keys() >= {"interaction", *gains}:
         return []
-    helps = all(low > MARGIN for _, low, _ in stores)
-    useless = all(high < MARGIN for *_, high in stores)
-    apart = both[1] > MARGIN or both[2] < -MARGIN
-    alike = both[1] > -MARGIN and both[2] < MARGIN
-    verdict: Verdict = "confirmed" if helps and alike else "refuted" if useless or apart else "not confirmed"
-    each = ", ".join(f"width {width} {said(one)}" for width, one in zip(content["widths"], stores, strict=True))
+    stores, both = [found[name] for name in gains], found["interaction"]
+    decision = jointly(*(decide(one, "above", LOSS) for one in stores), decide(both, "none", LOSS))
+    each = ", ".join(f"width {width} {said(one.numbers)}" for width, one in zip(content["widths"], stores, strict=True))
     sentence = (
         f"Nats per token that {many} entries gain over {few}: {each}; at the narrowest more than at the widest: "
-        f"{said(both)} (margin {MARGIN})."
+        f"{said(both.numbers)}."
     )
-    return [Judgement("K11", verdict, sentence)]
+    return [Judgement.of("K11", decision, sentence)]
 
 
 EXPERIMENT: Final = Experiment(

@@ -72,7 +72,13 @@ def arms(about: Mapping[str, Any], curves: Mapping[str, Curve]) -> list[dict[str
         row["seconds"] = float(np.mean([run["seconds"] for run in runs]))
         if "read" in runs[0]:
             row["read"] = {count: student([run["read"][count] for run in runs]).numbers for count in runs[0]["read"]}
+            row["best_less_all"] = {
+                count: student([run["read"][count] - run["read"]["all"] for run in runs]).numbers
+                for count in runs[0]["read"]
+                if count != "all"
+            }
             row["active"] = np.mean([run["active"] for run in runs], axis=0).tolist()
+            row["activity"] = [student(list(layer)).numbers for layer in zip(*(r["active"] for r in runs), strict=True)]
             row["dead"] = float(np.mean([run["dead"] for run in runs]))
         found.append(row)
     return found
@@ -96,7 +102,7 @@ def summarise(folder: Path, results: Path) -> str:
     forms = about["config"]["forms"]
     twins = [(f"{form}shared", f"{form}{kind}") for form in ("", _GATED) for kind in KINDS[1:]]
     content: dict[str, Any] = {
-        "interval": "held_out, read: mean, and 95 % of Student's t over seeds; loss: Student's t over seeds",
+        "interval": "mean, and 95 % of Student's t over seeds",
         "start": MATCHED,
         "arms": arms(about, curves),
         "differences": differences(curves, [pair for some in PAIRS.values() for pair in some] if forms else twins),

@@ -8,11 +8,11 @@ from typing import Final
 
 from experiments.pairwise_control.study import Control, miniature, setup
 from experiments.pairwise_control.summary import summarise
-from experiments.runner.experiment import Experiment, Judgement, Verdict
+from experiments.runner.experiment import Experiment, Judgement
 from experiments.runner.files import read
 from experiments.runner.statistics import Interval
+from experiments.runner.verdict import ACCURACY, decide, partly
 
-SMALLEST: Final = 0.02  # the smallest difference of interest: 2 points of accuracy
 SEEDS: Final = 5
 _NETWORKS: Final = ("network", "block")  # rungs with a feed-forward layer before attention
 
@@ -23,23 +23,16 @@ def tiny() -> Control:
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """By guidance less the product of low rank, at the rung without a network and at those with one.
+    """D23 by guidance less the product of low rank: without a network in front, which is the main part, and with one.
 
-    Confirmed: above 0 at all of them. Corrected: above 0 without a network, and less than `SMALLEST` with one, both
-    ends. Refuted: less than `SMALLEST` without a network. Otherwise not confirmed. Fewer than `SEEDS` are not judged.
+    Fewer than `SEEDS` are not judged.
     """
     content = read(results / "results.json")
     less = {row["rung"]: Interval(*row["best rates"]) for row in content["differences"] if row["less"] == "lowrank"}
     if len(content["seeds"]) < SEEDS or not {"nothing", *_NETWORKS} <= set(less):
         return []
-    alone, beside = less["nothing"], [less[rung] for rung in _NETWORKS]
-    verdict: Verdict = "not confirmed"
-    if alone.high < SMALLEST:
-        verdict = "refuted"
-    elif alone.low > 0 and all(one.low > 0 for one in beside):
-        verdict = "confirmed"
-    elif alone.low > 0 and all(one.high < SMALLEST for one in beside):
-        verdict = "corrected"
+    alone, *beside = (less[rung] for rung in ("nothing", *_NETWORKS))
+    decision = partly(*(decide(one, "above", ACCURACY) for one in (alone, *beside)))
     right = {(row["rung"], row["arm"]): row["accuracy"][0] for row in content["rows"]}
 
     def said(rung: str) -> str:
@@ -50,7 +43,7 @@ def judge(results: Path) -> Sequence[Judgement]:
         f"{said('nothing')} (difference {alone:.3f}); behind a feed-forward layer {said('network')} "
         f"({beside[0]:.3f}), in the second layer of a transformer {said('block')} ({beside[1]:.3f})."
     )
-    return [Judgement("D23", verdict, sentence)]
+    return [Judgement.of("D23", decision, sentence, "rule after")]
 
 
 EXPERIMENT: Final = Experiment(

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from experiments.reader.settings import miniature, paper, small, tiny
 from experiments.reader.study import setup
-from experiments.reader.summary import share, summarise
+from experiments.reader.summary import CONTEXT, share, summarise
 from experiments.reader.world import KINDS, WORDINGS
-from experiments.runner.experiment import Experiment, Judgement, Verdict
+from experiments.runner.experiment import Experiment, Judgement
 from experiments.runner.files import read
-
-CONTEXT: Final = ("context, 1 fact", "context, 5 facts")
+from experiments.runner.statistics import Interval, said
+from experiments.runner.verdict import ACCURACY, decide, jointly, possible
 
 
 def judge(results: Path) -> Sequence[Judgement]:
     """K21: whether a plugged-in store, searched by its encoder, says more than the same facts in the context.
 
-    This counts whole answers about facts that are there, in trained wordings, as means over seeds. K21 is confirmed if
-    the store is ahead for both kinds of facts at every size, and refuted if it is never ahead.
+    This counts whole answers about facts that are there, in trained wordings, at every size and for both kinds of
+    facts, against one fact in the context and against five.
     """
-    ways: list[dict[str, Any]] = read(results / "results.json")["ways"]
+    content = read(results / "results.json")
+    if not content["ask_less_context"]:
+        return []
+    parts = [decide(Interval(*one["whole"]), "above", ACCURACY) for one in content["ask_less_context"]]
     means = {
         (way["way"], way["size"], kind): share(way, "whole", WORDINGS[0], False, kind)[0]
-        for way in ways
+        for way in content["ways"]
         if way["way"] in ("ask", *CONTEXT)
         for kind in KINDS
     }
@@ -34,20 +37,18 @@ def judge(results: Path) -> Sequence[Judgement]:
         for (way, size, kind), mean in means.items()
         if way == "ask" and all((name, size, kind) in means for name in CONTEXT)
     ]
-    if not pairs:
-        return []
-    ahead = [mean > other for _, mean, other in pairs]
-    verdict: Verdict = "confirmed" if all(ahead) else "not confirmed" if any(ahead) else "refuted"
     each = "; ".join(
         f"{kind} facts {_range([mean for name, mean, _ in pairs if name == kind])} against "
         f"{_range([other for name, _, other in pairs if name == kind])}"
         for kind in KINDS
     )
+    least, most = (pick(content["ask_less_context"], key=lambda one: one["whole"][0])["whole"] for pick in (min, max))
     sentence = (
         "Readers of a frozen SmolLM2-135M, whose store is searched by the encoder, against the same facts before "
-        f"the question, whole answers over all sizes of store: {each}. Other text is as it was."
+        f"the question, whole answers over all sizes of store: {each}; store less context "
+        f"{said(least)} to {said(most)}. Other text is as it was."
     )
-    return [Judgement("K21", verdict, sentence)]
+    return [Judgement.of("K21", possible(jointly(*parts)), sentence, "rule after")]
 
 
 def _range(shares: Sequence[float]) -> str:
@@ -63,6 +64,5 @@ EXPERIMENT: Final = Experiment(
     summarise=summarise,
     miniature=miniature,
     judge=judge,
-    rule_before=False,
     packages=("torch", "transformers", "peft", "attnflow"),
 )

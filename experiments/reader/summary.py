@@ -15,6 +15,7 @@ from experiments.runner.files import write, write_table
 from experiments.runner.statistics import interval, student
 from experiments.runner.study import read_study
 
+CONTEXT: Final = ("context, 1 fact", "context, 5 facts")
 QUANTITIES: Final = ("entry", "word", "whole", "refused", "right", "old")
 Run = Mapping[str, Any]
 
@@ -39,6 +40,7 @@ def summarise(folder: Path, results: Path) -> str:
             if "threshold" in run
         ],
         "ways": ways,
+        "ask_less_context": ask_less_context(runs),
     }
     write(results / "results.json", content)
     lines = [
@@ -80,6 +82,26 @@ def gathered(runs: Sequence[Run]) -> list[dict[str, Any]]:
             rows.append({**dict(zip(("kind", "group", "wording"), cell, strict=True)), **numbers})
         made.append({"way": name, "size": size, "seeds": list(ways), "answers": rows, "costs": _costs(ways, plain)})
     return made
+
+
+def ask_less_context(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Whole answers that `ask` gives beyond each context, in trained wordings, of facts that are there; by seed."""
+    shares: dict[tuple[str, int, str], dict[int, float]] = {}
+    for run in runs:
+        for way in run.get("ways", ()):
+            for kind in KINDS:
+                rows = [row["whole"] for row in way["answers"] if "whole" in row and row["kind"] == kind
+                        and row["wording"] == WORDINGS[0] and row["group"] not in ABSENT]  # fmt: skip
+                if rows:
+                    shares.setdefault((way["way"], way["size"], kind), {})[run["job"]["seed"]] = float(np.mean(rows))
+    found: list[dict[str, Any]] = []
+    for (way, size, kind), own in shares.items():
+        for name in CONTEXT if way == "ask" else ():
+            other = shares.get((name, size, kind), {})
+            each = [value - other[seed] for seed, value in own.items() if seed in other]
+            if each:
+                found.append({"size": size, "kind": kind, "context": name, "whole": student(each).numbers})
+    return found
 
 
 def _row(rows: Sequence[Run], cell: Sequence[str]) -> Run:

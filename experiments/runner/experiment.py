@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from attnflow._core.progress import Progress
 from experiments.runner.jobs import Job, Plan
+from experiments.runner.verdict import TAGS, Decision, Tag, Verdict
 
 Config = TypeVar("Config")
-Verdict = Literal["confirmed", "not confirmed", "refuted", "corrected", "not testable here"]
-
-Tag = Literal["empty", "floor", "superseded"]
 
 ROOT: Final = Path(__file__).parents[1]
 
@@ -36,11 +34,15 @@ class Judgement:
     """What the results say of one claim of a paper."""
 
     claim: str  # its number, as `docs/claims.md` has it
-    verdict: Verdict  # by a rule that was written before the run
+    verdict: Verdict  # by the one rule
     sentence: str  # what came out, with figures
-    # "empty": the verdict holds, but so would its opposite's control; "floor": the model is too weak to show the
-    # effect; "superseded": another experiment settles it, which the sentence names
     tags: tuple[Tag, ...] = ()
+    evidence: str = ""  # in place of the scale, where the results are about models that others trained
+
+    @classmethod
+    def of(cls, claim: str, decision: Decision, sentence: str, *tags: Tag, evidence: str = "") -> Judgement:
+        order: tuple[Tag, ...] = tuple(tag for tag in TAGS if tag in (*tags, *decision.tags))
+        return cls(claim, decision.verdict, sentence, order, evidence)
 
 
 def no_claim(results: Path) -> Sequence[Judgement]:
@@ -66,7 +68,6 @@ class Experiment(Generic[Config]):
     # from a folder of results to what is said of the papers' claims; or `no_claim`
     judge: Callable[[Path], Sequence[Judgement]]
     packages: tuple[str, ...] = ("torch", "attnflow")  # whose versions belong to the results
-    rule_before: bool = True  # whether `judge` was written before the run that it judges
 
     @property
     def folder(self) -> Path:

@@ -43,6 +43,19 @@ class Interval:
         """1 or -1 if the whole interval lies above or below 0, else 0."""
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
 
+    def less(self, bar: float) -> Interval:
+        return Interval(self.mean - bar, self.low - bar, self.high - bar)
+
+
+def widest(*intervals: Interval) -> Interval:
+    """What all of them say of one quantity: the mean that is nearest to 0, and the outermost ends.
+
+    >>> print(format(widest(Interval(0.2, 0.1, 0.3), Interval(0.1, -0.1, 0.2)), ".1f"))
+    +0.1 [-0.1, +0.3]
+    """
+    nearest = min((one.mean for one in intervals), key=abs)
+    return Interval(nearest, min(one.low for one in intervals), max(one.high for one in intervals))
+
 
 def said(numbers: Sequence[float], form: str = ".3f") -> str:
     """Mean, low and high in text.

@@ -1,11 +1,13 @@
 """The one rule that turns an interval into a verdict on a claim.
 
-A claim says where a quantity lies: above zero, below zero, or at zero. The smallest effect that matters is stated
-before the run, in the unit of the quantity.
+A claim says where a quantity lies: above zero, below zero, or at zero. The smallest effect that matters is stated in
+the unit of the quantity, before the run. A claim that names a bar, such as "right in 90 %", is about the quantity less
+its bar.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -14,6 +16,38 @@ from experiments.runner.statistics import Interval
 Verdict = Literal["confirmed", "refuted", "no effect", "not confirmed", "corrected", "not testable here"]
 Tag = Literal["empty", "floor", "small", "superseded", "rule after"]
 Side = Literal["above", "below", "none"]  # of zero, where the claim says that the quantity lies
+
+LOSS: Final = 0.02  # nats per token: the smallest difference of losses that matters, in every experiment
+ACCURACY: Final = 0.02  # of all answers
+SCORE: Final = 0.05  # of the scores S and D, which lie in [-1, 1]
+STEPS: Final = 0.05  # of the steps of training
+
+# What the words of a verdict mean, in the order in which they are tried.
+MEANINGS: Final[Mapping[Verdict, str]] = {
+    "confirmed": "the 95 % interval of the effect is clear of zero on the claim's side, and the mean is at least the "
+    "smallest effect that matters. A claim of no difference is confirmed if the interval lies within the smallest "
+    "effect of zero, and one about all masks or all weights by a proof or a test.",
+    "refuted": "the interval is clear of zero on the other side, or there is a counterexample. A claim of no "
+    "difference is refuted if the interval is clear of zero and the mean is at least the smallest effect.",
+    "no effect": "the interval lies within the smallest effect of zero, on both sides.",
+    "not confirmed": "everything else. The claim may hold or not.",
+    "corrected": "something close to the claim holds, and the table says what. The printed statement is wrong, or "
+    "leaves out what it needs.",
+    "not testable here": "it takes a model, data or hardware that we do not have. The table says which.",
+}
+OF_PARTS: Final = (
+    "Of a claim of several parts all must hold: it is refuted if one part is, confirmed if all are, without effect if "
+    "one part has none and none is confirmed, and otherwise not confirmed. Where the experiment names a main part, "
+    "that decides alone unless it is confirmed; if it is, and another part is refuted or without effect, the claim is "
+    "corrected. What can be done or could help is not refuted by an attempt that fails: it is not confirmed."
+)
+TAGS: Final[Mapping[Tag, str]] = {
+    "empty": "the verdict follows its rule and says little, because a control does as well, or as badly.",
+    "floor": "the model is too weak to show the effect, with and without what is tested.",
+    "small": "the interval is clear of zero, and the mean is below the smallest effect.",
+    "superseded": "another experiment answers the question better, and the table names it.",
+    "rule after": "the smallest effect or the contrast was written after the run. All others were committed before it.",
+}
 
 _SIGNS: Final = {"above": 1, "below": -1, "none": 0}
 
@@ -27,18 +61,18 @@ class Decision:
     def tags(self) -> tuple[Tag, ...]:
         return ("small",) if self.small else ()
 
+    @property
+    def holds(self) -> bool:
+        return self.verdict == "confirmed"
+
+
+UNTESTED: Final = Decision("not confirmed")  # a part of a claim on which there is no evidence
+
 
 def decide(value: Interval, claimed: Side, smallest: float) -> Decision:
-    """The verdict on a claim by the 95 % interval of one quantity.
+    """The verdict on a claim by the 95 % interval of one quantity: the first of `MEANINGS` that applies.
 
-    - confirmed: the interval is clear of zero on the claimed side, and the mean is at least `smallest` from zero. A
-      claim of no difference is confirmed if the interval lies within `smallest` of zero.
-    - refuted: the interval is clear of zero on the other side. A claim of no difference is refuted if the interval is
-      clear of zero and the mean is at least `smallest` from zero.
-    - no effect: the interval lies within `smallest` of zero, on both sides.
-    - not confirmed: everything else.
-
-    The first that applies is the verdict. `small` marks an interval that is clear of zero with a mean below `smallest`.
+    `small` marks an interval that is clear of zero with a mean below `smallest`.
 
     >>> decide(Interval(0.03, 0.01, 0.05), "above", 0.02).verdict
     'confirmed'
@@ -62,14 +96,57 @@ def decide(value: Interval, claimed: Side, smallest: float) -> Decision:
     return Decision("no effect" if within else "not confirmed", small)
 
 
-def jointly(*parts: Decision) -> Decision:
-    """The verdict on a claim of several parts, all of which must hold.
+def no_more(excess: Interval, margin: float) -> Decision:
+    """The verdict on a claim that something is as good as another, by what it costs more: less than the margin."""
+    return decide(excess.less(margin), "below", 0.0)
 
-    Refuted if one part is; else no effect if one part has none; confirmed if all are; not confirmed otherwise. It is
-    small if a part that decides it is.
+
+def exactly(exceptions: int) -> Decision:
+    """The verdict on a claim without exceptions, by how many were found: one is a counterexample."""
+    return Decision("refuted" if exceptions else "confirmed")
+
+
+def jointly(*parts: Decision) -> Decision:
+    """The verdict on a claim of several parts, all of which must hold, as `OF_PARTS` has it.
+
+    It is small if a part that has this verdict is.
     """
     if not parts:
         raise ValueError("expected at least one part")
-    order: tuple[Verdict, ...] = ("refuted", "no effect", "not confirmed", "confirmed")
-    worst = min((part.verdict for part in parts), key=order.index)
+    verdicts = [part.verdict for part in parts]
+    worst: Verdict = "not confirmed"
+    if "refuted" in verdicts:
+        worst = "refuted"
+    elif all(part.holds for part in parts):
+        worst = "confirmed"
+    elif "no effect" in verdicts and "confirmed" not in verdicts:
+        worst = "no effect"
     return Decision(worst, any(part.small for part in parts if part.verdict == worst))
+
+
+def partly(main: Decision, *others: Decision) -> Decision:
+    """As `jointly`, of a claim with a main part: that decides alone unless it is confirmed.
+
+    If it is, and another part is refuted or without effect, the claim is corrected.
+    """
+    if not main.holds:
+        return main
+    if {"refuted", "no effect"} & {one.verdict for one in others}:
+        return Decision("corrected")
+    return jointly(main, *others)
+
+
+def possible(attempt: Decision) -> Decision:
+    """The verdict on a claim that something can be done or could help, by one attempt."""
+    return UNTESTED if attempt.verdict == "refuted" else attempt
+
+
+def at_scales(larger: Decision, smaller: Decision) -> Decision:
+    """The verdict of the larger scale, unless one scale confirms the claim and the other one refutes it."""
+    return UNTESTED if {larger.verdict, smaller.verdict} == {"confirmed", "refuted"} else larger
+
+
+def empty(decision: Decision, claimed: Side, less_controls: Iterable[Interval]) -> tuple[Tag, ...]:
+    """The tag, if what is tested less a control is not clear of zero on the side of the verdict."""
+    side = _SIGNS[claimed] * (-1 if decision.verdict == "refuted" else 1)
+    return ("empty",) if any(one.side != side for one in less_controls) else ()
