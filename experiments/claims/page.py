@@ -12,11 +12,12 @@ from typing import Final
 from experiments.claims.claim import PAPERS, Claim, Measured, Settled
 from experiments.claims.findings import findings
 from experiments.runner.experiment import ROOT, Judgement, find, names
-from experiments.runner.verdict import MEANINGS, OF_PARTS, TAGS
+from experiments.runner.verdict import ACCURACY, LOSS, MEANINGS, OF_PARTS, SCORE, STEPS, TAGS
 
 PAGE: Final = ROOT.parent / "docs" / "claims.md"
 NOT_RUN: Final = "not run yet"
 _SCALES: Final = {"small": "one GPU", "paper": "cluster"}  # what they need; all others are parts of "tiny"
+_SMALLEST: Final = {"loss": LOSS, "accuracy": ACCURACY, "score": SCORE, "steps": STEPS}
 Judged = dict[str, tuple[Judgement, str, str]]  # claim -> (what the results say, experiment, scale)
 
 _HEAD: Final = """# Is it true? The papers, claim by claim
@@ -34,12 +35,15 @@ proof, a test, or an experiment that you can run. Ten findings that surprised us
 _WORDS: Final = """## What the words mean
 
 A verdict is computed by [one function](../experiments/runner/verdict.py) from an interval, from where the claim has the
-effect, and from the smallest effect that matters. It is the first of these that applies:
+effect, and from the smallest effect that matters. Of the first four it is the first that applies:
 
 {meanings}
 - **not run yet**: there is an experiment, and it has no results so far.
 
 {of_parts}
+
+The smallest effects are {loss:g} nats per token of a loss, {accuracy:.0%} of the answers, {score:g} of the scores S
+and D, and {steps:.0%} of the steps of training. The README of an experiment says which others it has.
 
 Words in italics stand below a verdict that needs a qualification.
 
@@ -63,7 +67,7 @@ def words() -> str:
         return "\n".join(fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
     parts = fill(OF_PARTS, 120, break_on_hyphens=False)
-    return _WORDS.format(meanings=listed("**", MEANINGS), of_parts=parts, tags=listed("*", TAGS))
+    return _WORDS.format(meanings=listed("**", MEANINGS), of_parts=parts, tags=listed("*", TAGS), **_SMALLEST)
 
 
 def page() -> str:

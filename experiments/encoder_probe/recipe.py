@@ -12,7 +12,7 @@ from experiments.encoder_probe.study import Probe, setup
 from experiments.encoder_probe.summary import HEADS, summarise
 from experiments.runner.experiment import Experiment, Judgement
 from experiments.runner.files import read
-from experiments.runner.statistics import Interval
+from experiments.runner.statistics import Interval, said
 from experiments.runner.verdict import ACCURACY, decide, jointly, partly
 
 ASYMMETRIC: Final = 0.05  # antisymmetric share of scores
@@ -59,20 +59,19 @@ def _links(found: dict[str, Interval]) -> list[Judgement]:
     attends = jointly(*(decide(found[name], "above", ACCURACY) for name in plain))
 
     def share(name: str) -> str:
-        low, high = max(found[name].low + 0.5, 0.0), min(found[name].high + 0.5, 1.0)  # no share lies beyond
-        return f"{found[name].mean + 0.5:.0%} [{low:.0%}, {high:.0%}]"
+        return said([min(max(one, 0.0), 1.0) for one in found[name].less(-0.5).numbers], ".0%")  # no share lies beyond
 
     shares = ", ".join(
         f"{pair} {share(f'B, {pair}: less half')} (plain attention's scores {share(name)})"
         for pair, name in zip(pairs, plain, strict=True)
     )
-    said = (
+    sentence = (
         f"Share of sentences in which the row-centred B is higher at the right word than at distractors: {shares}; "
         f"higher from effect to cause than back: {share(way)}. Linked words filled in rightly in longer "
         f"sentences, guidance less plain: {found[gains[0]]:.3f}, less key: {found[gains[1]]:.3f}, less "
         f"dense: {found[gains[2]]:.3f}."
     )
-    return [Judgement.of("D26", decision, said, *(("empty",) if attends.holds else ()))]
+    return [Judgement.of("D26", decision, sentence, *(("empty",) if attends.holds else ()))]
 
 
 def _symmetry(content: dict[str, Any] | None) -> list[Judgement]:
@@ -82,14 +81,14 @@ def _symmetry(content: dict[str, Any] | None) -> list[Judgement]:
     heads = content["heads"]
     real, random = (heads[name]["words"] for name in ("real", "random"))
     kind, layers = real["double-centred"], Interval(*content["layers"]["words"]["double-centred"])
-    said = (
+    sentence = (
         f"Antisymmetric share (0: symmetric, 0.5: unrelated) in the median head of {content['encoder']} on "
         f"{content['sentences']} sentences: scores {real['scores'][0]:.2f}, with rows and columns centred "
         f"{kind[0]:.2f} (least head {kind[3]:.2f}; mean over layers {layers:.2f}), weights "
         f"{real['weights'][0]:.2f}; a random network {random['double-centred'][0]:.2f}. "
         "Scores are symmetric for all inputs only if W_q^T W_k is, and weights not even then."
     )
-    return [Judgement.of("D27", decide(layers, "none", ASYMMETRIC), said, "rule after")]
+    return [Judgement.of("D27", decide(layers, "none", ASYMMETRIC), sentence, "rule after")]
 
 
 EXPERIMENT: Final = Experiment(

@@ -102,7 +102,7 @@ def judge(results: Path) -> Sequence[Judgement]:
     worst = {
         group: min(
             (Interval(*(float(row[key]) for key in ("right", "low", "high"))) for row in rows if row["group"] == group),
-            key=lambda one: one.low,
+            key=lambda one: one.numbers[1],
         )
         for group in changed
     }

@@ -39,9 +39,10 @@ def judge(results: Path) -> Sequence[Judgement]:
         return f"{right[rung, 'guidance']:.0%} right against {right[rung, 'lowrank']:.0%}"
 
     sentence = (
-        f"Network on query and key against a bilinear form of equal size, nothing non-linear before attention: "
-        f"{said('nothing')} (difference {alone:.3f}); behind a feed-forward layer {said('network')} "
-        f"({beside[0]:.3f}), in the second layer of a transformer {said('block')} ({beside[1]:.3f})."
+        "Network on query and key against a bilinear form of equal size. With nothing non-linear before attention it "
+        f"holds: {said('nothing')} (difference {alone:.3f}). Behind a feed-forward layer the bilinear form does as "
+        f"well, {said('network')} ({beside[0]:.3f}), and nearly so in the second layer of a transformer, "
+        f"{said('block')} ({beside[1]:.3f})."
     )
     return [Judgement.of("D23", decision, sentence, "rule after")]
 
