@@ -18,7 +18,7 @@ from experiments.runner.experiment import Experiment, Judgement, Setup
 from experiments.runner.files import read
 from experiments.runner.statistics import Interval, interval
 from experiments.runner.study import read_study
-from experiments.runner.verdict import ACCURACY, decide, jointly
+from experiments.runner.verdict import ACCURACY, UNTESTED, decide, jointly
 
 FLOOR: Final = 5  # right answers of two arms together below which nothing is said of a benchmark
 DAA: Final = ("guidance continued", "guidance")  # the first that has been run is judged
@@ -101,7 +101,7 @@ def _best(arm: str, rows: Mapping[tuple[str, str], Any]) -> Judgement:
     if own["right"] + max((row["right"] for row in others.values()), default=0) < FLOOR:
         return Judgement("D11", "not testable here", f"The model is too weak: {sentence}", ("floor",))
     parts = [decide(Interval(*_difference(own, row)), "above", ACCURACY) for row in others.values()]
-    return Judgement.of("D11", jointly(*parts), sentence)
+    return Judgement.of("D11", jointly(*parts or [UNTESTED]), sentence)
 
 
 def _difference(one: Any, other: Any) -> list[float]:

@@ -26,13 +26,19 @@ HURT = {"third": -0.1, "own": 0.05, "theirs": 0.45, "drops": -0.4, "hurt": -0.1,
 @pytest.mark.parametrize(
     ("means", "verdicts"),
     [
-        (GAIN, {"D7": "confirmed", "D12": "confirmed", "D17": "confirmed"}),
-        ({**GAIN, "key": 0.0}, {"D7": "confirmed empty", "D12": "confirmed", "D17": "confirmed"}),
-        ({**GAIN, "plain": 0.0, "saved": -0.1}, {"D7": "not confirmed", "D12": "refuted", "D17": "confirmed"}),
-        (HURT, {"D15": "confirmed", "D16": "confirmed"}),
-        ({**HURT, "hurt": 0.0, "deep": 0.0}, {"D15": "confirmed empty", "D16": "confirmed empty"}),
-        ({**HURT, "theirs": 0.0, "middle": -0.2}, {"D15": "not testable here", "D16": "refuted"}),
-        ({**HURT, "third": 0.0}, {"D15": "not confirmed", "D16": "confirmed"}),
+        (GAIN, {"D7": "confirmed", "D12": "confirmed rule after", "D17": "confirmed"}),
+        ({**GAIN, "key": 0.0}, {"D7": "confirmed empty", "D12": "confirmed rule after", "D17": "confirmed"}),
+        ({**GAIN, "plain": 0.0, "saved": -0.1}, {"D7": "no effect", "D12": "refuted rule after", "D17": "confirmed"}),
+        (HURT, {"D15": "confirmed rule after", "D16": "confirmed rule after"}),
+        (
+            {**HURT, "hurt": 0.0, "deep": 0.0},
+            {"D15": "confirmed empty rule after", "D16": "confirmed empty rule after"},
+        ),
+        (
+            {**HURT, "theirs": 0.0, "middle": -0.2},
+            {"D15": "not testable here rule after", "D16": "refuted empty rule after"},
+        ),
+        ({**HURT, "third": 0.0}, {"D15": "no effect rule after", "D16": "confirmed rule after"}),
     ],
 )
 def test_verdicts_say_what_a_control_gains_as_well(

@@ -70,14 +70,14 @@ def test_a_row_shows_the_effect_and_what_qualifies_the_verdict(monkeypatch: pyte
     one, two, *rest = hasse.claims
     one = replace(one, effect="a | b", by=Settled("confirmed", "So it is.", ("docs/maths.md",), ("empty", "floor")))
     shown = replace(hasse, claims=(one, replace(two, by=Measured("facts")), *rest))
-    judge = lambda _: [Judgement("H2", "refuted", "No.", ("superseded",))]  # noqa: E731
-    later = replace(find("facts"), judge=judge, rule_before=False)
+    judge = lambda _: [Judgement("H2", "refuted", "No.", ("superseded", "rule after"), "elsewhere")]  # noqa: E731
+    later = replace(find("facts"), judge=judge)
     own = [claim for paper in others for claim in paper.claims if claim.by != Measured("facts")]
     monkeypatch.setattr(pages, "PAPERS", (shown, replace(others[0], claims=tuple(own))))
     monkeypatch.setattr(pages, "find", lambda name: later if name == "facts" else find(name))
     text = pages.page()
     assert "| a \\| b | confirmed<br>*empty, floor* | So it is. | [proof](maths.md) |" in text
-    assert "| refuted<br>*tiny, superseded, rule after* | No. | [facts](../experiments/facts/README.md) |" in text
+    assert "| refuted<br>*elsewhere, superseded, rule after* | No. | [facts](../experiments/facts/README.md) |" in text
 
 
 def test_links_of_the_page_lead_somewhere(text: str) -> None:

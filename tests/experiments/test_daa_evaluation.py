@@ -58,17 +58,17 @@ def content(nats: float, margin: float, control: float, prompted: tuple[float, f
         (content(-0.1, 0.1, -0.05, (-0.1, -0.1)), "confirmed", (), "confirmed"),
         (content(-0.1, 0.1, 0.0, (0.1, 0.1)), "confirmed", ("empty",), "refuted"),
         (content(-0.1, 0.1, -0.05, (0.1, -0.1), seeds=0.2), "not confirmed", (), "not confirmed"),
-        (content(-0.1, -0.1, -0.05, (0.0, 0.0)), "not confirmed", (), "not confirmed"),
-        (content(0.1, 0.0, 0.0, (0.0, 0.1)), "refuted", (), "not confirmed"),
-        (content(0.0, -0.1, 0.0, (0.1, 0.1), preferred=0.55), "refuted", ("floor",), "refuted"),
-        (content(0.1, 0.1, 0.0, (0.1, 0.0)), "not confirmed", (), "not confirmed"),
+        (content(-0.1, -0.2, -0.05, (0.0, 0.0)), "refuted", ("empty",), "not confirmed"),
+        (content(0.1, 0.0, 0.05, (0.0, 0.1)), "refuted", (), "not confirmed"),
+        (content(0.015, 0.2, 0.0, (0.1, 0.1), preferred=0.55), "refuted", ("empty", "floor", "small"), "refuted"),
+        (content(0.0, 0.0, 0.0, (0.1, 0.0)), "no effect", ("empty",), "not confirmed"),
     ],
 )
 def test_the_rule_of_the_claims(made, verdict, tags, prompting, tmp_path) -> None:
     write(tmp_path / "results.json", made)
     found = {one.claim: one for one in judge(tmp_path)}
     assert [found[claim].verdict for claim in ("D8", "D9")] == [verdict] * 2
-    assert found["D8"].tags == found["D9"].tags == tags
+    assert found["D8"].tags == found["D9"].tags == (*tags, "rule after")
     assert found["D10"].verdict == "not testable here"
     assert found["D11"].verdict == prompting
     write(tmp_path / "results.json", {**made, "seeds": 4})

@@ -19,18 +19,19 @@ def judged(points, gain, plain=0.1, way=0.1):
 def test_links_are_judged_by_intervals():
     assert judged(0.2, 0.1, plain=0.0) == ("confirmed", ())
     assert judged(0.2, 0.1) == ("confirmed", ("empty",))
-    assert judged(0.2, 0.0) == ("not confirmed", ())
-    assert judged(0.2, 0.1, way=0.0) == ("not confirmed", ())
-    assert judged(0.0, -0.1, way=0.0) == ("refuted", ())
-    assert judged(0.0, 0.0, way=0.0) == ("not confirmed", ())
+    assert judged(0.2, 0.0, plain=0.0) == ("not confirmed", ())
+    assert judged(0.2, 0.1, plain=0.0, way=-0.1) == ("corrected", ())
+    assert judged(0.0, -0.1, way=-0.1) == ("not confirmed", ("empty",))
+    assert judged(-0.2, 0.1) == ("refuted", ("empty",))
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "verdict"), [(0.2, 0.4, "refuted"), (0.0, 0.005, "confirmed"), (0.01, 0.3, "not confirmed")]
+    ("low", "high", "verdict"), [(0.2, 0.4, "refuted"), (0.0, 0.005, "confirmed"), (-0.01, 0.3, "not confirmed")]
 )
-def test_symmetry_is_judged_by_quarters_of_the_heads(low, high, verdict):
+def test_symmetry_is_judged_by_the_mean_over_layers(low, high, verdict):
     numbers = {name: [(low + high) / 2, low, high, low] for name in ("scores", "double-centred", "weights")}
     content = {"encoder": "minilm", "sentences": 2, "heads": {name: {"words": numbers} for name in ("real", "random")}}
+    content["layers"] = {"words": {name: one[:3] for name, one in numbers.items()}}
     (one,) = _symmetry(content)
     assert (one.claim, one.verdict) == ("D27", verdict)
     assert _symmetry({**content, "encoder": "untrained"}) == []

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from experiments.geometry_in_use.recipe import _verdict
+from experiments.geometry_in_use.recipe import _judged
 from experiments.geometry_in_use.summary import over_layers
 
 
@@ -26,13 +26,15 @@ def judged(white, *towers):
         {"score": "symmetry", "which": which, "weights and use": list(numbers)}
         for which, numbers in zip(("all tokens", "without ends"), towers[:2], strict=True)
     ]
-    return _verdict({"a": {"white": {"symmetry, many": [white, 0, 1]}, "rows": rows}}, "symmetry")[0]
+    return _judged("G33", {"a": {"white": {"symmetry, many": [white, 0, 1]}, "rows": rows}}, "symmetry").verdict
 
 
 def test_the_rule_of_the_verdict():
-    high, some, none = (0.7, 0.6, 0.8), (0.4, 0.2, 0.6), (0.1, -0.1, 0.3)
+    high, some, none, other = (0.7, 0.6, 0.8), (0.4, 0.2, 0.6), (0.1, -0.1, 0.3), (-0.3, -0.6, -0.1)
     assert judged(0.99, high, high) == "confirmed"
     assert judged(0.99, high, some) == "not confirmed"
-    assert judged(0.99, high, none) == "refuted"
+    assert judged(0.99, high, none) == "not confirmed"
+    assert judged(0.99, none, none) == "no effect"
+    assert judged(0.99, other, other) == "refuted"
     assert judged(0.99, (0.4, -0.5, 0.9), (0.4, -0.5, 0.9)) == "not confirmed"
     assert judged(0.8, high, high) == "not testable here"

@@ -29,10 +29,10 @@ def test_exactly_one_candidate_is_right() -> None:
     [
         ((0.7, 0.8), (0.01, 0.05), (0.01, 0.05), "confirmed"),
         ((0.7, 0.8), (-0.01, 0.01), (-0.01, 0.01), "corrected"),
-        ((0.7, 0.8), (-0.01, 0.01), (-0.01, 0.03), "not confirmed"),
-        ((0.7, 0.8), (0.01, 0.05), (-0.01, 0.01), "not confirmed"),
+        ((0.7, 0.8), (-0.01, 0.01), (-0.01, 0.03), "corrected"),
+        ((0.7, 0.8), (-0.01, 0.03), (-0.01, 0.03), "not confirmed"),
         ((-0.1, 0.1), (-0.01, 0.01), (-0.01, 0.01), "not confirmed"),
-        ((-0.1, 0.01), (-0.01, 0.01), (-0.01, 0.01), "refuted"),
+        ((-0.1, -0.01), (-0.01, 0.01), (-0.01, 0.01), "refuted"),
     ],
 )
 def test_the_claim_is_judged_without_and_with_a_network(tmp_path: Any, nothing, network, block, verdict) -> None:
