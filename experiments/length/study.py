@@ -1,4 +1,4 @@
-"""SmolLM2 goes on training in short rows, with a bias or without; then its loss is measured by position in long ones."""
+"""SmolLM2 goes on training in short rows, with a bias or without, and is measured by position in long ones."""
 
 from __future__ import annotations
 

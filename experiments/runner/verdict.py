@@ -73,5 +73,5 @@ def jointly(*parts: Decision) -> Decision:
     if not parts:
         raise ValueError("expected at least one part")
     order: tuple[Verdict, ...] = ("refuted", "no effect", "not confirmed", "confirmed")
-    worst = min((part.verdict for part in parts), key=order.index)
+    worst = next(verdict for verdict in order if any(part.verdict == verdict for part in parts))
     return Decision(worst, any(part.small for part in parts if part.verdict == worst))
