@@ -6,6 +6,7 @@ before the run, in the unit of the quantity.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -15,6 +16,7 @@ Verdict = Literal["confirmed", "refuted", "no effect", "not confirmed", "correct
 Tag = Literal["empty", "floor", "small", "superseded", "rule after"]
 Side = Literal["above", "below", "none"]  # of zero, where the claim says that the quantity lies
 
+_WORST_FIRST: Final[Sequence[Verdict]] = ("refuted", "no effect", "not confirmed", "confirmed")
 _SIGNS: Final = {"above": 1, "below": -1, "none": 0}
 
 
@@ -72,6 +74,5 @@ def jointly(*parts: Decision) -> Decision:
     """
     if not parts:
         raise ValueError("expected at least one part")
-    order: tuple[Verdict, ...] = ("refuted", "no effect", "not confirmed", "confirmed")
-    worst = next(verdict for verdict in order if any(part.verdict == verdict for part in parts))
+    worst = next(verdict for verdict in _WORST_FIRST if any(part.verdict == verdict for part in parts))
     return Decision(worst, any(part.small for part in parts if part.verdict == worst))
