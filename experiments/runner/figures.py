@@ -29,6 +29,8 @@ COLOURS: Final[Mapping[str, str]] = {
     "continued": "#222222",
     "alibi": "#aa3377",
     "alibi continued": "#ee6677",
+    "alibi added": "#c2571a",
+    "alibi for rope": "#ee6677",
     "guidance continued": "#66ccee",
     # objectives
     "causal": "#c2571a",

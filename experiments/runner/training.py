@@ -70,7 +70,8 @@ def train(
 
     Args:
         model: whose trained parameters and buffers are saved; sharded, it must be the same on every process.
-        optimiser: of those parameters, new; its learning rates are set here, and its parameters if they are sharded.
+        optimiser: of those parameters, new; its learning rates are set here, times the "factor" of a group, and its
+            parameters if they are sharded.
         losses: (model, step, part) -> terms whose sum is minimised.
         loop: how long.
         folder: for checkpoints.
@@ -96,7 +97,7 @@ def train(
             _measure(model, measure, 0, course, launch)
         for step in range(done, loop.steps):
             for group in optimiser.param_groups:
-                group["lr"] = loop.rate * loop.schedule(step)
+                group["lr"] = loop.rate * loop.schedule(step) * group.get("factor", 1.0)
             optimiser.zero_grad()
             terms = processes.backward(losses, loop, step, seed)
             norm = whole(nn.utils.clip_grad_norm_(trained, loop.clip))

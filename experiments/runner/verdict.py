@@ -87,7 +87,9 @@ def decide(value: Interval, claimed: Side, smallest: float) -> Decision:
     large = abs(value.mean) >= smallest
     small = value.side != 0 and not large
     if claimed == "none":
-        return Decision("confirmed" if within else "refuted" if value.side and large else "not confirmed", small)
+        if within:
+            return Decision("confirmed", small)
+        return Decision("refuted" if value.side and large else "not confirmed", small)
     side = value.side * _SIGNS[claimed]
     if side > 0 and large:
         return Decision("confirmed")

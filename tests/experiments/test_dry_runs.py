@@ -121,6 +121,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
         "experiments.reader.words._STEPS": 2,
         "experiments.explain_agreement.study.load_model": loaded,
         "experiments.explain_agreement.study.asked": always([agreement.Prompt("alpha beta gamma", 5, 7)] * 2),
+        "experiments.length.study.load_model": loaded,
+        "experiments.length.study.split_text": split,
         "experiments.geometry_corpus.study.load_model": loaded,
         "experiments.geometry_corpus.study.passages": lambda count: long[:count],
         "experiments.geometry_corpus.study.documents": always(long),

@@ -44,6 +44,15 @@ def test_a_killed_process_goes_on_bit_by_bit(moment: str, whole: dict[str, objec
     assert set(whole) == {"a-0", "a-1", "b-0", "b-1"}
 
 
+def test_a_group_has_its_factor_of_the_rate(tmp_path: Path) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(2)])
+    groups = [{"params": [model[0]]}, {"params": [model[1]], "factor": 0.01}]
+    losses = lambda now, *_: {"loss": sum((one.sum() for one in now), torch.zeros(()))}  # noqa: E731
+    train(model, torch.optim.SGD(groups), losses, Loop(1, 0.5, lambda _: 1.0, 9.0), tmp_path, seed=0, identity={})
+    assert torch.allclose(model[0], torch.full((2,), 0.5))
+    assert torch.allclose(model[1], torch.full((2,), 0.995))
+
+
 class Stopped(Exception):
     pass
 
