@@ -12,7 +12,7 @@ from typing import Final
 from experiments.claims.claim import PAPERS, Claim, Measured, Settled
 from experiments.claims.findings import findings
 from experiments.runner.experiment import ROOT, Judgement, find, names
-from experiments.runner.verdict import ACCURACY, LOSS, MEANINGS, OF_PARTS, SCORE, STEPS, TAGS
+from experiments.runner.verdict import ACCURACY, LOSS, MEANINGS, OF_PARTS, SCORE, STEPS, TAGS, Tag, Verdict
 
 PAGE: Final = ROOT.parent / "docs" / "claims.md"
 NOT_RUN: Final = "not run yet"
@@ -62,7 +62,7 @@ brackets are 95 % intervals, by Student's t over seeds where nothing else is sai
 def words() -> str:
     """What verdicts and tags mean, in the rule's own words."""
 
-    def listed(mark: str, meanings: Mapping[str, str]) -> str:
+    def listed(mark: str, meanings: Mapping[Verdict, str] | Mapping[Tag, str]) -> str:
         lines = (f"- {mark}{name}{mark}: {meaning}" for name, meaning in meanings.items())
         return "\n".join(fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
 from attnflow.geometry.published import PublishedScores, published_scores
-from experiments.runner.statistics import DRAWS, Interval, proportion, widest
+from experiments.runner.statistics import DRAWS, Array, Interval, proportion, widest
 
-Score = Literal["symmetry", "directionality"]
 Families = Mapping[str, Sequence[float]]  # medians by family: relatives of one model are not independent
 
 MODALITIES: Final = {"text": "language-models", "audio": "audio-models", "vision": "vision-models"}
@@ -40,7 +39,7 @@ def _name(one: PublishedScores) -> str:
     return (one.hub_name or one.model).rpartition("/")[2].lower()
 
 
-def by_family(records: Sequence[PublishedScores], score: Score, decoders: bool) -> dict[str, list[float]]:
+def by_family(records: Sequence[PublishedScores], score: str, decoders: bool) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for one in records:
         if is_decoder(one) == decoders:
@@ -58,24 +57,27 @@ def in_order(above: Families, below: Families) -> Interval:
     0.3333333333333333
     """
     wins = np.array([[_wins(one, other) for other in below.values()] for one in above.values()])
-    pairs = np.array([[len(one) * len(other) for other in below.values()] for one in above.values()], dtype=np.float64)
-    generator = np.random.default_rng(0)
-    rows, columns = (
-        generator.multinomial(count, [1 / count] * count, size=DRAWS).astype(np.float64) for count in wins.shape
-    )
-    drawn = ((rows @ wins) * columns).sum(1) / ((rows @ pairs) * columns).sum(1)
-    mean = float(wins.sum() / pairs.sum())
+    pairs = np.array([[float(len(one) * len(other)) for other in below.values()] for one in above.values()])
     first, second = (sum(map(len, of.values())) for of in (above, below))
     half = 1.96 * math.sqrt((first + second + 1) / (12 * first * second))
-    ends = Interval(mean, *(float(end) for end in np.percentile(drawn, [2.5, 97.5])))
-    return widest(ends.less(0.5), Interval(mean - 0.5, max(mean - half, 0.0) - 0.5, min(mean + half, 1.0) - 0.5))
+    mean = float(wins.sum() / pairs.sum())
+    return widest(Interval(mean, max(mean - half, 0.0), min(mean + half, 1.0)), _over_families(wins, pairs)).less(0.5)
 
 
 def _wins(one: Sequence[float], other: Sequence[float]) -> float:
     return float(sum((a > b) + 0.5 * (a == b) for a in one for b in other))
 
 
-def within_models(score: Score) -> tuple[Interval, int]:
+def _over_families(wins: Array, pairs: Array) -> Interval:
+    """A percentile bootstrap of wins.sum() / pairs.sum() over the rows and the columns of both."""
+    generator = np.random.default_rng(0)
+    rows, columns = (generator.multinomial(count, [1 / count] * count, size=DRAWS) for count in wins.shape)
+    drawn = ((rows @ wins) * columns).sum(1) / ((rows @ pairs) * columns).sum(1)
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return Interval(float(wins.sum() / pairs.sum()), float(low), float(high))
+
+
+def within_models(score: str) -> tuple[Interval, int]:
     """Share of the models of two towers whose encoder has more, less half, by models and by families; and how many."""
     towers: dict[str, dict[str, PublishedScores]] = {}
     for one in published_scores():
@@ -84,16 +86,11 @@ def within_models(score: Score) -> tuple[Interval, int]:
     families: dict[str, list[bool]] = {}
     for both in towers.values():
         if len(both) == 2:
-            medians = [getattr(both[tower], score).median for tower in ("encoder", "decoder")]
-            families.setdefault(re.split("[-_]?(?:en|de)coder", both["decoder"].family, flags=re.I)[0], []).append(
-                medians[0] > medians[1]
-            )
-    models = [more for some in families.values() for more in some]
-    share = proportion(sum(models), len(models))
+            encoder, decoder = (getattr(both[tower], score).median for tower in ("encoder", "decoder"))
+            families.setdefault(both["decoder"].family, []).append(encoder > decoder)
     counts = np.array([[sum(some), len(some)] for some in families.values()], dtype=np.float64)
-    drawn = np.random.default_rng(0).multinomial(len(counts), [1 / len(counts)] * len(counts), size=DRAWS) @ counts
-    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
-    return widest(share.less(0.5), Interval(share.mean, float(low), float(high)).less(0.5)), len(models)
+    more, models = (int(number) for number in counts.sum(0))
+    return widest(proportion(more, models), _over_families(counts[:, :1], counts[:, 1:])).less(0.5), models
 
 
 def less_directional() -> tuple[Interval, Mapping[str, Families]]:

@@ -10,7 +10,6 @@ from typing import Any, Final
 from attnflow.geometry.published import PublishedScores
 from experiments.geometry_checkpoints.published import (
     MODALITIES,
-    Score,
     by_family,
     in_order,
     less_directional,
@@ -25,7 +24,7 @@ from experiments.runner.statistics import Interval, said
 from experiments.runner.verdict import UNTESTED, Decision, at_scales, decide, jointly
 
 PAIRS: Final = 0.1  # of all pairs, beyond the half that chance gives
-_LETTERS: Final[Mapping[Score, str]] = {"symmetry": "S", "directionality": "D"}
+_LETTERS: Final[Mapping[str, str]] = {"symmetry": "S", "directionality": "D"}
 _PUBLISHED: Final = "published checkpoints"
 
 
@@ -34,7 +33,7 @@ def judge(results: Path) -> Sequence[Judgement]:
     rows: Sequence[Mapping[str, Any]] = read(results / "results.json")["parts"]
     records = sound()
     found: list[Judgement] = []
-    for claim, score in (("G6", "symmetry"), ("G7", "directionality")):
+    for claim, score in zip(("G6", "G7"), _LETTERS, strict=True):
         share, own = _pairs(records, "text", score), _ours(rows, score)
         decision = at_scales(_decide(share), _decide(own))
         sentence = f"Published checkpoints of text: {_said(share, score)}. {_models(rows, score, own)}"
@@ -42,7 +41,7 @@ def judge(results: Path) -> Sequence[Judgement]:
     return [*found, _others(records), _encoder_decoders(rows)]
 
 
-def _pairs(records: Sequence[PublishedScores], modality: str, score: Score, family: str = "") -> Interval:
+def _pairs(records: Sequence[PublishedScores], modality: str, score: str, family: str = "") -> Interval:
     """Pairs of an encoder and a decoder, or one of a family of decoders, in which the encoder has more, less half."""
     some = [one for one in records if one.modality == MODALITIES[modality]]
     decoders = by_family(some, score, True)
@@ -53,11 +52,11 @@ def _decide(share: Interval | None) -> Decision:
     return UNTESTED if share is None else decide(share, "above", PAIRS)
 
 
-def _said(share: Interval, score: Score) -> str:
+def _said(share: Interval, score: str) -> str:
     return f"{_LETTERS[score]} is higher in the encoder in {said(share.less(-0.5).numbers, '.0%')} of the pairs"
 
 
-def _ours(rows: Sequence[Mapping[str, Any]], score: Score) -> Interval | None:
+def _ours(rows: Sequence[Mapping[str, Any]], score: str) -> Interval | None:
     """The same of what we have scored, all modalities together; relatives are told by the first word of a name."""
     sides: dict[str, dict[str, list[float]]] = {"encoder": {}, "decoder": {}}
     for row in rows:
@@ -65,7 +64,7 @@ def _ours(rows: Sequence[Mapping[str, Any]], score: Score) -> Interval | None:
     return in_order(sides["encoder"], sides["decoder"]) if all(sides.values()) else None
 
 
-def _models(rows: Sequence[Mapping[str, Any]], score: Score, share: Interval | None) -> str:
+def _models(rows: Sequence[Mapping[str, Any]], score: str, share: Interval | None) -> str:
     encoders = sorted(row[score] for row in rows if row["side"] == "encoder")
     if share is None:
         return "Ours at tiny have not both sides."

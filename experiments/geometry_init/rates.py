@@ -11,7 +11,7 @@ from attnflow._core.markup import aligned
 from experiments.geometry_init.curves import Choice, Curves
 from experiments.runner.experiment import Judgement
 from experiments.runner.statistics import Array, Interval, student, widest
-from experiments.runner.verdict import SCORE, STEPS, decide, partly
+from experiments.runner.verdict import SCORE, STEPS, Side, decide, partly
 
 STARTS: Final = ("default", "scaled")
 _SETTLED: Final = 0.2  # of the largest distance from the end: within it for good, a layer has settled
@@ -100,14 +100,15 @@ def middle(one: Curves) -> Array:
 def judge_rates(content: Mapping[str, Any]) -> list[Judgement]:
     """By what all rates say from the default start, which is the main part, and for S and D from the scaled start."""
     found: list[Judgement] = []
-    for claim, contrast, claimed, smallest, starts in (
+    claims: tuple[tuple[str, str, Side, float, Sequence[str]], ...] = (
         ("G9", SYMMETRY, "above", SCORE, STARTS),
         ("G10", DIRECTIONALITY, "above", SCORE, STARTS),
         ("G11", LATE_SYMMETRY, "above", SCORE, STARTS[:1]),
         ("G12", LATE_DIRECTIONALITY, "below", SCORE, STARTS[:1]),
         ("G30", MIDDLE, "below", SCORE, STARTS[:1]),
         ("G31", SETTLING, "below", STEPS, STARTS[:1]),
-    ):
+    )
+    for claim, contrast, claimed, smallest, starts in claims:
         rows = [row for row in content["rates"] if row["contrast"] == contrast and row["start"] in starts]
         over_rates = [widest(*(Interval(*row["value"]) for row in rows if row["start"] == start)) for start in starts]
         decision = partly(*(decide(one, claimed, smallest) for one in over_rates))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
 from experiments.reader.settings import miniature, paper, small, tiny
 from experiments.reader.study import setup
-from experiments.reader.summary import CONTEXT, share, summarise
-from experiments.reader.world import KINDS, WORDINGS
+from experiments.reader.summary import summarise
+from experiments.reader.world import KINDS
 from experiments.runner.experiment import Experiment, Judgement
 from experiments.runner.files import read
 from experiments.runner.statistics import Interval, said
@@ -22,32 +23,21 @@ def judge(results: Path) -> Sequence[Judgement]:
     This counts whole answers about facts that are there, in trained wordings, at every size and for both kinds of
     facts, against one fact in the context and against five.
     """
-    content = read(results / "results.json")
-    if not content["ask_less_context"]:
+    rows = read(results / "results.json")["ask_less_context"]
+    if not rows:
         return []
-    parts = [decide(Interval(*one["whole"]), "above", ACCURACY) for one in content["ask_less_context"]]
-    means = {
-        (way["way"], way["size"], kind): share(way, "whole", WORDINGS[0], False, kind)[0]
-        for way in content["ways"]
-        if way["way"] in ("ask", *CONTEXT)
-        for kind in KINDS
-    }
-    pairs = [
-        (kind, mean, max(means[name, size, kind] for name in CONTEXT))
-        for (way, size, kind), mean in means.items()
-        if way == "ask" and all((name, size, kind) in means for name in CONTEXT)
-    ]
     each = "; ".join(
-        f"{kind} facts {_range([mean for name, mean, _ in pairs if name == kind])} against "
-        f"{_range([other for name, _, other in pairs if name == kind])}"
+        f"{kind} facts {_range([row['ask'] for row in rows if row['kind'] == kind])} against "
+        f"{_range([row['told'] for row in rows if row['kind'] == kind])}"
         for kind in KINDS
     )
-    least, most = (pick(content["ask_less_context"], key=lambda one: one["whole"][0])["whole"] for pick in (min, max))
+    least, most = (pick((row["whole"] for row in rows), key=itemgetter(0)) for pick in (min, max))
     sentence = (
         "Readers of a frozen SmolLM2-135M, whose store is searched by the encoder, against the same facts before "
-        f"the question, whole answers over all sizes of store: {each}; store less context "
-        f"{said(least)} to {said(most)}. Other text is as it was."
+        f"the question, whole answers over all sizes of store: {each}; store less context {said(least)} to "
+        f"{said(most)}. Other text is as it was."
     )
+    parts = (decide(Interval(*row["whole"]), "above", ACCURACY) for row in rows)
     return [Judgement.of("K21", possible(jointly(*parts)), sentence, "rule after")]
 
 

@@ -100,7 +100,8 @@ def ask_less_context(runs: Sequence[Run]) -> list[dict[str, Any]]:
             other = shares.get((name, size, kind), {})
             each = [value - other[seed] for seed, value in own.items() if seed in other]
             if each:
-                found.append({"size": size, "kind": kind, "context": name, "whole": student(each).numbers})
+                told = {"ask": float(np.mean([*own.values()])), "told": float(np.mean([*other.values()]))}
+                found.append({"size": size, "kind": kind, "context": name, **told, "whole": student(each).numbers})
     return found
 
 
