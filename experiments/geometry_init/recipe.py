@@ -36,7 +36,7 @@ def miniature(config: Initialisation) -> Initialisation:
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """By intervals over seeds, with smallest effects from after the run; objectives are compared at equal rates alone."""
+    """By intervals over seeds, with smallest effects of after the run; objectives are compared at equal rates alone."""
     content = read(results / "results.json")
     # Encoders of this scale gain 0.2 nats over a table of frequencies: how W_q and W_k begin can hardly show yet.
     tags: tuple[Tag, ...] = ("floor",) if read(results / "study.json")["scale"] == "tiny" else ()

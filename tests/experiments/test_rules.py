@@ -24,6 +24,7 @@ from experiments.evaluation.measure import Score
 from experiments.facts import summary as facts
 from experiments.facts.world import GROUPS
 from experiments.geometry_checkpoints.checkpoints import fairseq
+from experiments.geometry_checkpoints.published import in_order, is_decoder, sound
 from experiments.geometry_checkpoints.recipe import judge as judge_checkpoints
 from experiments.geometry_corpus.recipe import judge as judge_corpus
 from experiments.geometry_theory.recipe import judge as judge_theory
@@ -37,6 +38,7 @@ from experiments.reader.recipe import judge as judge_reader
 from experiments.runner.experiment import find, names
 from experiments.runner.files import write
 from experiments.runner.jobs import Record
+from experiments.runner.statistics import Interval
 from experiments.runner.study import LINES, RUNS, read_study
 
 
@@ -176,19 +178,12 @@ def edits(changed: float, subject: float = 0.95, text: float = 0.0, width: float
 
 def plugged(*shares: float) -> dict[str, object]:
     """Whole answers by a store, for made-up and public facts; one fact in the context gives 40 %, five give 20 %."""
-    cells = [{"group": "untouched", "wording": "trained"}, {"group": "deleted", "wording": "trained"}]
-    said = {"ask": shares, "context, 1 fact": (0.4, 0.4), "context, 5 facts": (0.2, 0.2)}
-    rows = {
-        way: [
-            {**cell, "kind": kind, "whole": around(one)}
-            for kind, one in zip(("made up", "public"), each, strict=False)
-            for cell in cells
-        ]
-        for way, each in said.items()
-    }
-    ways = [{"way": way, "size": 64, "answers": found} for way, found in rows.items() if len(shares) > 1]
-    less = [{"whole": around(share - other)} for share in shares for other in (0.4, 0.2)]
-    return {"ways": ways, "ask_less_context": less}
+    rows = [
+        {"kind": kind, "ask": share, "told": told, "whole": around(share - told)}
+        for kind, share in zip(("made up", "public"), shares, strict=False)
+        for told in (0.4, 0.2)
+    ]
+    return {"ask_less_context": rows}
 
 
 def forms(*losses: float) -> dict[str, object]:
@@ -293,7 +288,7 @@ RULES = [
     (judge_editing, edits(0.98, 0.84), [NO], ""),
     (judge_editing, edits(0.5, 0.7), [NO], ""),
     (judge_editing, {"rows": []}, [], ""),
-    (judge_reader, plugged(0.7, 0.5), ["confirmed"], "made up facts 70 % against 40 %"),
+    (judge_reader, plugged(0.7, 0.5), ["confirmed"], "made up facts 70 % against 20 to 40 %"),
     (judge_reader, plugged(0.7, 0.3), [NO], "store less context -0.100 [-0.110, -0.090] to 0.500"),
     (judge_reader, plugged(0.1, 0.1), [NO], ""),
     (judge_reader, plugged(), [], ""),
@@ -330,6 +325,17 @@ def test_the_rule_of_an_experiment(judge, content, verdicts, said, tmp_path) -> 
     found = judge(tmp_path)
     assert [one.verdict for one in found][: len(verdicts) or None] == verdicts
     assert not said or any(said in one.sentence for one in found)
+
+
+def test_published_records_count_once_and_pairs_of_relatives_say_less():
+    found = sound()
+    assert not any(one.fault or one.kind != "self" for one in found)
+    assert len({(is_decoder(one), one.symmetry.median, one.directionality.median) for one in found}) == len(found)
+    alone = in_order({"a": [3.0], "b": [4.0], "c": [1.5]}, {"d": [1.0], "e": [2.0]})
+    related = in_order({"a": [3.0, 4.0], "c": [1.5]}, {"d": [1.0, 2.0]})
+    assert alone.mean == related.mean == 5 / 6 - 0.5
+    assert related.low <= 0 < alone.mean <= alone.high <= 0.5, "one family of decoders"
+    assert in_order({"a": [1.0] * 40}, {"b": [2.0] * 40}) == Interval(-0.5, -0.5, pytest.approx(-0.5 + 0.127, abs=1e-3))
 
 
 def edited(subject, before, after, kept, relation="capital"):
