@@ -81,7 +81,7 @@ def figure() -> Any:
                 _draw(axes, model, objective, corpus, score)
     for axes in panels[-1]:
         axes.set_xlabel("training step, thousands", fontsize=SIZE)
-    panels[0, 0].legend(fontsize=SIZE - 4)
+    drawn.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=SIZE)
     return drawn
 
 
