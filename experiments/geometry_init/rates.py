@@ -9,7 +9,6 @@ import numpy as np
 
 from attnflow._core.markup import aligned
 from experiments.geometry_init.curves import Choice, Curves
-from experiments.runner.experiment import Judgement, Verdict
 from experiments.runner.statistics import Array, Interval, student
 
 STARTS: Final = ("default", "scaled")
@@ -94,37 +93,6 @@ def middle(one: Curves) -> Array:
     layers = one.symmetry.shape[2]
     found: Array = one.symmetry[:, -1, layers // 4 : layers - layers // 4].mean(axis=1)
     return found
-
-
-def judge_rates(content: Mapping[str, Any]) -> list[Judgement]:
-    """By the signs of all intervals from the default start, and for S and D from the scaled start; see the README."""
-    found: list[Judgement] = []
-    for claim, contrast, wanted, starts in (
-        ("G9", SYMMETRY, 1, STARTS),
-        ("G10", DIRECTIONALITY, 1, STARTS),
-        ("G11", LATE_SYMMETRY, 1, STARTS[:1]),
-        ("G12", LATE_DIRECTIONALITY, -1, STARTS[:1]),
-        ("G30", MIDDLE, -1, STARTS[:1]),
-        ("G31", SETTLING, -1, STARTS[:1]),
-    ):
-        rows = [row for row in content["rates"] if row["contrast"] == contrast]
-        signs = [{Interval(*row["value"]).side * wanted for row in rows if row["start"] == start} for start in starts]
-        said = "; ".join(
-            f"{row['start']} start, {row['at']}{' rates' if row['at'] == 'best' else ''} {Interval(*row['value']):.2f}"
-            for row in rows
-            if row["start"] in starts
-        )
-        found.append(Judgement(claim, _verdict(signs), f"{contrast}: {said}."))
-    return found
-
-
-def _verdict(signs: Sequence[set[int]]) -> Verdict:
-    """Confirmed or refuted if all agree; "corrected" if it holds from the first start alone."""
-    if all(one == {1} for one in signs):
-        return "confirmed"
-    if all(one == {-1} for one in signs):
-        return "refuted"
-    return "corrected" if signs[0] == {1} else "not confirmed"
 
 
 def said_of(choices: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from experiments.reader.dilution import judge_dilution
 from experiments.reader.settings import miniature, paper, small, tiny
 from experiments.reader.study import setup
 from experiments.reader.summary import share, summarise
@@ -47,7 +48,7 @@ def judge(results: Path) -> Sequence[Judgement]:
         "Readers of a frozen SmolLM2-135M, whose store is searched by the encoder, against the same facts before "
         f"the question, whole answers over all sizes of store: {each}. Other text is as it was."
     )
-    return [Judgement("K21", verdict, sentence)]
+    return [Judgement("K21", verdict, sentence), *judge_dilution(results, *CONTEXT)]
 
 
 def _range(shares: Sequence[float]) -> str:
