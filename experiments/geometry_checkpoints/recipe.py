@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any, Final
 
 from attnflow.geometry.published import PublishedScores, published_scores
-from experiments.geometry_checkpoints.medians import with_published
 from experiments.geometry_checkpoints.study import miniature, paper, setup, small, tiny
 from experiments.geometry_checkpoints.summary import summarise
 from experiments.runner.experiment import Experiment, Judgement, Verdict
@@ -41,7 +40,7 @@ def judge(results: Path) -> Sequence[Judgement]:
     which = ", ".join(name for name in ("vision", "audio") if not any(row["modality"] == name for row in others))
     found.append(Judgement("G8", verdict, f"{said or 'Nothing scored'}." + (f" No model of {which}." if which else "")))
     found.append(_encoder_decoders(rows))
-    return [with_published(one) for one in found]
+    return found
 
 
 def _ordered(rows: Sequence[Mapping[str, Any]], what: str) -> tuple[Verdict, str]:

@@ -300,17 +300,12 @@ RULES = [
     (
         judge_checkpoints,
         checkpoints((0.5, 0.4), (0.1, 0.2)),
-        ["confirmed", "confirmed", NO],
+        ["confirmed", "confirmed", UNTESTABLE],
         "No model of vision",
     ),
-    (judge_checkpoints, checkpoints((0.5, 0.1), (0.2,)), ["confirmed", "confirmed", NO], "No model of vision."),
-    (judge_checkpoints, checkpoints((0.1,), (0.2, 0.3)), [NO, NO, NO], "No model of vision."),
-    (
-        judge_checkpoints,
-        checkpoints((*[0.5] * 8, 0.1), (0.05, 0.2)),
-        ["confirmed"],
-        "17 of 18 pairs, one-sided p = 0.036",
-    ),
+    (judge_checkpoints, checkpoints((0.5, 0.1), (0.2,)), [NO, NO, NO], "No model of vision."),
+    (judge_checkpoints, checkpoints((0.1,), (0.2, 0.3)), ["refuted", "refuted", NO], "No model of vision."),
+    (judge_checkpoints, checkpoints((*[0.5] * 8, 0.1), (0.05, 0.2)), [NO], "17 of 18 pairs, one-sided p = 0.036"),
     (judge_training, trained(0.2), ["confirmed"] * 7 + [NO], "on the claim's side in 2 of 2"),  # ours settles later
     (judge_training, trained(-0.2), ["refuted", NO, *["refuted"] * 6], "in 0 of 2"),  # D of ours is as claimed
     (judge_training, trained(0.0), ["no effect"] * 8, ""),
