@@ -27,8 +27,6 @@ from experiments.geometry_checkpoints.checkpoints import fairseq
 from experiments.geometry_checkpoints.recipe import judge as judge_checkpoints
 from experiments.geometry_corpus.recipe import judge as judge_corpus
 from experiments.geometry_theory.recipe import judge as judge_theory
-from experiments.geometry_training.recipe import CLAIMS as TRAINED
-from experiments.geometry_training.recipe import judge as judge_training
 from experiments.knowledge_answers.recipe import judge as judge_answers
 from experiments.knowledge_answers.study import AGAIN, SUPERVISED
 from experiments.knowledge_scaling.recipe import judge as judge_scaling
@@ -240,18 +238,6 @@ def counts(packed: int, above: int, beginnings: int, masked: int) -> dict[str, o
 
 UNTESTABLE, NO = "not testable here", "not confirmed"
 SENTENCE = "256 % as algorithm 1 prints it and 16.0 % separated"
-
-
-def trained(mean: float) -> dict[str, object]:
-    """Of the authors' runs every quantity on the claim's side by so much, by two definitions."""
-    rows = []
-    for claim in TRAINED.values():
-        value = mean if claim.side == "above" else -mean
-        row = {"quantity": claim.quantity, "values": {"one": value, "other": value}, "t": around(value)}
-        rows += [{**row, "definition": name} for name in ("main", "another")]
-    return {"quantities": rows}
-
-
 RULES = [
     (judge_cost, cost(0.08, 0.12), ["confirmed"], SENTENCE),
     (judge_cost, cost(0.02, 0.03), ["corrected"], SENTENCE),
@@ -306,9 +292,6 @@ RULES = [
     (judge_checkpoints, checkpoints((0.5, 0.1), (0.2,)), [NO, NO, NO], "No model of vision."),
     (judge_checkpoints, checkpoints((0.1,), (0.2, 0.3)), ["refuted", "refuted", NO], "No model of vision."),
     (judge_checkpoints, checkpoints((*[0.5] * 8, 0.1), (0.05, 0.2)), [NO], "17 of 18 pairs, one-sided p = 0.036"),
-    (judge_training, trained(0.2), ["confirmed"] * 7 + [NO], "on the claim's side in 2 of 2"),  # ours settles later
-    (judge_training, trained(-0.2), ["refuted", NO, *["refuted"] * 6], "in 0 of 2"),  # D of ours is as claimed
-    (judge_training, trained(0.0), ["no effect"] * 8, ""),
     (judge_theory, updates(-0.4, 0.4, 0.5, 0.4, 0.1, 0.1), ["confirmed"] * 4, "D = -0.40 [-0.41, -0.39]"),
     (judge_theory, updates(-0.4, 0.0, 0.5, 0.0, 0.1, 0.0), ["confirmed", NO, NO, NO], ""),
     (judge_theory, updates(0.4, -0.4, -0.5, 0.4, -0.1, -0.1), ["refuted"] * 4, ""),
