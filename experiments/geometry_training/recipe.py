@@ -22,7 +22,7 @@ _INIT: Final = ROOT / "geometry_init" / "results"
 @dataclass(frozen=True)
 class Claimed:
     quantity: str  # of `measures`
-    side: Side  # of zero, where the claim says that it lies
+    where: Side  # the side of zero that the claim has it on
     smallest: float  # effect that matters
     ours: str = ""  # the contrast of geometry_init that is the same; "": its comparison of starts
     starts: tuple[str, ...] = rates.STARTS[:1]  # of ours
@@ -48,7 +48,7 @@ def judge(results: Path) -> Sequence[Judgement]:
 
 def _judged(number: str, claim: Claimed, rows: Sequence[Mapping[str, Any]]) -> Judgement:
     main, *others = [row for row in rows if row["quantity"] == claim.quantity]
-    value, sign = Interval(*main["t"]), 1 if claim.side == "above" else -1
+    value, sign = Interval(*main["t"]), 1 if claim.where == "above" else -1
 
     def count(row: Mapping[str, Any]) -> str:
         return f"{sum(sign * x > 0 for x in row['values'].values())} of {len(row['values'])}"
@@ -60,12 +60,12 @@ def _judged(number: str, claim: Claimed, rows: Sequence[Mapping[str, Any]]) -> J
         f"(by other definitions {' and '.join(map(count, others))})."
     )
     if own:
-        small = jointly(*(decide(one, claim.side, claim.smallest) for one in own.values()))
+        small = jointly(*(decide(one, claim.where, claim.smallest) for one in own.values()))
         each = ", ".join(f"{name} {one:.3f}" for name, one in own.items())
         said += f" Ours at tiny (1 M parameters, 5 seeds): {each}; {small.verdict}."
     else:
         small = Decision("not confirmed")
-    decision = combined(decide(value, claim.side, claim.smallest), small)
+    decision = combined(decide(value, claim.where, claim.smallest), small)
     # The authors' symmetric starts are of a larger scale, too; ours are compared at one scale.
     empty = not claim.ours and decision.verdict == "confirmed" and small.verdict != "confirmed"
     return Judgement(number, decision.verdict, said, ("empty",) if empty else decision.tags)

@@ -46,7 +46,7 @@ def test_a_layer_has_settled_once_it_stays_near_its_end() -> None:
 def test_the_larger_scale_decides_unless_ours_contradicts(mean: float, verdicts: list[str], tmp_path: Path) -> None:
     rows = []
     for claim in CLAIMS.values():
-        value = mean if claim.side == "above" else -mean
+        value = mean if claim.where == "above" else -mean
         row = {"quantity": claim.quantity, "values": {"one": value}, "t": [value, value - 0.01, value + 0.01]}
         rows += [{**row, "definition": name} for name in ("main", "another")]
     write(tmp_path / "results.json", {"quantities": rows})
