@@ -50,7 +50,8 @@ Words in italics stand below a verdict that needs a qualification.
 - *tiny*, *one GPU* and *cluster* are scales of experiments. *Tiny* is two CPU cores, for minutes or hours. Models that
   are trained from scratch have at most about a million parameters, pretrained ones at most 135 million. It says nothing
   about billions.
-- *published checkpoints*: the results are about models that others trained and published.
+- *published checkpoints*: the results are about models that others trained and published. *authors' runs*: they are
+  about training runs whose scores the paper's authors published, and the sentence says what ours at *tiny* say.
 {tags}
 
 Claims about all masks or all weights are settled by proofs and tests, claims about training by experiments. The paper's

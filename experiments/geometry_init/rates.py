@@ -9,9 +9,7 @@ import numpy as np
 
 from attnflow._core.markup import aligned
 from experiments.geometry_init.curves import Choice, Curves
-from experiments.runner.experiment import Judgement
-from experiments.runner.statistics import Array, Interval, student, widest
-from experiments.runner.verdict import SCORE, STEPS, Side, decide, partly
+from experiments.runner.statistics import Array, Interval, student
 
 STARTS: Final = ("default", "scaled")
 _SETTLED: Final = 0.2  # of the largest distance from the end: within it for good, a layer has settled
@@ -94,29 +92,6 @@ def middle(one: Curves) -> Array:
     """[seeds], mean of S over the middle half of the layers."""
     layers = one.symmetry.shape[2]
     found: Array = one.symmetry[:, -1, layers // 4 : layers - layers // 4].mean(axis=1)
-    return found
-
-
-def judge_rates(content: Mapping[str, Any]) -> list[Judgement]:
-    """By what all rates say from the default start, which is the main part, and for S and D from the scaled start."""
-    found: list[Judgement] = []
-    claims: tuple[tuple[str, str, Side, float, Sequence[str]], ...] = (
-        ("G9", SYMMETRY, "above", SCORE, STARTS),
-        ("G10", DIRECTIONALITY, "above", SCORE, STARTS),
-        ("G11", LATE_SYMMETRY, "above", SCORE, STARTS[:1]),
-        ("G12", LATE_DIRECTIONALITY, "below", SCORE, STARTS[:1]),
-        ("G30", MIDDLE, "below", SCORE, STARTS[:1]),
-        ("G31", SETTLING, "below", STEPS, STARTS[:1]),
-    )
-    for claim, contrast, claimed, smallest, starts in claims:
-        rows = [row for row in content["rates"] if row["contrast"] == contrast and row["start"] in starts]
-        over_rates = [widest(*(Interval(*row["value"]) for row in rows if row["start"] == start)) for start in starts]
-        decision = partly(*(decide(one, claimed, smallest) for one in over_rates))
-        said = "; ".join(
-            f"{row['start']} start, {row['at']}{' rates' if row['at'] == 'best' else ''} {Interval(*row['value']):.2f}"
-            for row in rows
-        )
-        found.append(Judgement.of(claim, decision, f"{contrast}: {said}.", "rule after"))
     return found
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from experiments.geometry_init.rates import STARTS, judge_rates
+from experiments.geometry_init.rates import STARTS
 from experiments.geometry_init.study import Initialisation, paper, paper_12, rates, setup, sizes, small, tiny
 from experiments.geometry_init.summary import summarise
 from experiments.runner.experiment import Experiment, Judgement
 from experiments.runner.files import read
 from experiments.runner.statistics import Interval
-from experiments.runner.verdict import LOSS, SCORE, STEPS, Tag, decide, jointly, possible
+from experiments.runner.verdict import LOSS, SCORE, decide, jointly, possible
 
 
 def miniature(config: Initialisation) -> Initialisation:
@@ -36,16 +36,11 @@ def miniature(config: Initialisation) -> Initialisation:
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """By intervals over seeds, with smallest effects of after the run; objectives are compared at equal rates alone."""
+    """By intervals over seeds, with smallest effects of after the run; geometry_training judges the rest."""
     content = read(results / "results.json")
-    # Encoders of this scale gain 0.2 nats over a table of frequencies: how W_q and W_k begin can hardly show yet.
-    tags: tuple[Tag, ...] = ("floor",) if read(results / "study.json")["scale"] == "tiny" else ()
     compared = {(one["objective"], one["arm"]): one for one in content["comparisons"]}
     contrasts = {name: Interval(*value) for name, value in content["contrasts"].items()}
-    found = judge_rates(content) if "rates" in content else []
-    if ("masked", "symmetric") in compared:
-        found += _start(compared["masked", "symmetric"], compared.get(("masked", "symmetric small")), tags)
-    found += _symmetric(contrasts)
+    found = _symmetric(contrasts)
     if ("causal", "penalty columns") in compared:
         value = Interval(*compared["causal", "penalty columns"]["loss"])
         sentence = (
@@ -53,22 +48,6 @@ def judge(results: Path) -> Sequence[Judgement]:
         )
         found.append(Judgement.of("G32", possible(decide(value, "below", LOSS)), sentence, "rule after"))
     return found
-
-
-def _start(one: Mapping[str, Any], small: Mapping[str, Any] | None, tags: Sequence[Tag]) -> list[Judgement]:
-    """G13 and G14: a symmetric start less one of equal scale; a speed-up less that of the control over itself."""
-    loss, (mean, low, high) = Interval(*one["loss"]), one["null"]
-    beside = "" if small is None else f"; at the scale of the default {Interval(*small['loss']):.4f}"
-    faster = Interval(one["speed_up"] - mean, one["speed_up"] - high, one["speed_up"] - low)
-    sentence = f"Held-out loss of symmetric less scale-matched: {loss:.4f} nats{beside}."
-    speed = (
-        f"Speed-up over the scale-matched control {one['speed_up']:.0%}; control against itself {mean:.0%}, 95 % of "
-        f"its pairs in [{low:.0%}, {high:.0%}]."
-    )
-    return [
-        Judgement.of("G13", decide(loss, "below", LOSS), sentence, *tags, "rule after"),
-        Judgement.of("G14", decide(faster, "above", STEPS), speed, *tags, "rule after"),
-    ]
 
 
 def _symmetric(contrasts: Mapping[str, Interval]) -> list[Judgement]:

@@ -7,9 +7,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
+from experiments.reader.dilution import judge_dilution
 from experiments.reader.settings import miniature, paper, small, tiny
 from experiments.reader.study import setup
-from experiments.reader.summary import summarise
+from experiments.reader.summary import CONTEXT, summarise
 from experiments.reader.world import KINDS
 from experiments.runner.experiment import Experiment, Judgement
 from experiments.runner.files import read
@@ -38,7 +39,7 @@ def judge(results: Path) -> Sequence[Judgement]:
         f"{said(most)}. Other text is as it was."
     )
     parts = (decide(Interval(*row["whole"]), "above", ACCURACY) for row in rows)
-    return [Judgement.of("K21", possible(jointly(*parts)), sentence, "rule after")]
+    return [Judgement.of("K21", possible(jointly(*parts)), sentence, "rule after"), *judge_dilution(results, *CONTEXT)]
 
 
 def _range(shares: Sequence[float]) -> str:

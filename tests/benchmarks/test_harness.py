@@ -80,3 +80,17 @@ def test_every_committed_figure_belongs_to_a_commit():
         commits = {row["commit"] for row in csv.DictReader(file)}
     assert commits
     assert not [commit for commit in commits if commit.endswith("-dirty") or not commit]
+
+
+def test_records_say_what_claim_k26_says_of_table_2_of_the_knowledge_paper():
+    """Folding saves less than the printed (N + d) / N; an approximate search pays for one token, not for 128."""
+    with (ROOT / RESULTS).open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["what"].startswith("read of E")]
+    took = {(row["what"], row["size"], row["provider"]): float(row["p50"]) for row in rows}
+    for tokens, sizes in ((1, ("4096", "65536", "524288")), (128, ("4096", "65536"))):
+        for size in sizes:
+            naive, folded, searched = (
+                took[f"read of E, N={tokens}", size, name] for name in ("naive", "folded", "query-side, approximate")
+            )
+            assert 2 < naive / folded < 0.6 * (tokens + 512) / tokens
+            assert (0.4 < searched / folded < 1) if tokens == 1 else searched / folded > 4

@@ -202,3 +202,27 @@ def test_pairs_of_masked_tokens_are_those_of_remark_s1_15():
         terms = (beta[b, :, i, j].sum() * torch.outer(tokens[b, i], tokens[b, j]) for b, i, j in some)
         assert found == pytest.approx(float(symmetry(sum(terms))))
     assert 0 < below < 1
+
+
+def test_operators_of_remark_s1_4_are_projections_up_to_a_factor():
+    """P v = (v^T M x) x has P P = (x^T M x) P: idempotent after division, and nilpotent where M is skew."""
+    draw = torch.Generator().manual_seed(0)
+    form, x, v, w = (torch.randn(shape, generator=draw).double() for shape in ((5, 5), (5,), (5,), (5,)))
+    for of in (form, form + form.mT, form - form.mT):
+        operator = torch.outer(x, of @ x)  # v -> x (v^T M x)
+        torch.testing.assert_close(operator @ v, (v @ of @ x) * x)
+        torch.testing.assert_close(operator @ operator, (x @ of @ x) * operator)
+        torch.testing.assert_close((2 * v + w) @ of @ x, 2 * (v @ of @ x) + w @ of @ x)  # linear, as any bilinear form
+    assert (operator @ operator).abs().max() < 1e-12 < operator.abs().max()
+
+
+def test_heads_do_not_compute_what_the_sum_of_their_forms_would():
+    """Remark S1.5: the full matrix is the sum of the heads' forms, and attention is no function of it."""
+    draw = torch.Generator().manual_seed(0)
+    one, other, x = (torch.randn(shape, generator=draw).double() for shape in ((3, 6), (3, 6), (4, 6)))
+    query, key = torch.cat([one, one]), torch.cat([other, -other])  # two heads of width 3, opposite forms
+    heads = [x @ q.mT @ k @ x.mT for q, k in zip(query.split(3), key.split(3), strict=True)]
+    full = x @ query.mT @ key @ x.mT
+    torch.testing.assert_close(full, sum(heads))
+    assert full.abs().max() < 1e-12, "alone it would attend to all tokens alike"
+    assert all((scores.softmax(dim=-1) - 1 / 4).abs().max() > 0.3 for scores in heads)

@@ -4,6 +4,7 @@ import pytest
 
 from attnflow.geometry.published import published_of, published_scores
 from attnflow.geometry.table import GeometryScores, MatrixScores
+from experiments.geometry_checkpoints.recipe import binomial_test
 
 
 def scores_of(model, layers, tower="", kind="self", **reading):
@@ -111,3 +112,27 @@ def test_cross_attention_is_compared_with_cross_attention():
     assert "cross-attention" in musicgen.reasons[0]
     alone = scores_of("facebook/musicgen-small", 24, "decoder").compare()
     assert all(c.ours is None for c in alone)
+
+
+ENCODERS = """ALBERT BERT ROBERTA DEBERTA BARTEncoder T5Encoder
+    HUBERT MusicGenEncoder SpeechT5Encoder mms s2t unispeech wavlm whisper-encoder whisperv2-encoder whisperv3-encoder
+    BEiT DEIT DETR-Encoder DINO GIT-images LLAMA ViT-21k ViT-MAE ViT"""
+
+
+def test_columns_dominate_in_published_encoders_against_corollary_s1_13():
+    """Its rows and columns are alike, so that D is as often above 0 as below. Equal records count once.
+
+    All records of MusicGen's encoder are that of T5-base, which it reads text with: they count as text.
+    """
+    of = {}
+    for record in published_scores():
+        if (
+            record.family in ENCODERS.split()
+            and not record.fault
+            and (record.tower == "vision") == (record.family == "LLAMA")
+        ):
+            text = "language-models" if record.family == "MusicGenEncoder" else record.modality
+            of.setdefault(text, {})[record.symmetry, record.directionality] = record.directionality.median
+    counts = {name: (sum(d < 0 for d in ds.values()), len(ds)) for name, ds in of.items()}
+    assert counts == {"language-models": (30, 36), "audio-models": (22, 24), "vision-models": (28, 32)}
+    assert all(binomial_test(*count) < 1e-3 for count in counts.values())

@@ -1,5 +1,6 @@
 """Generalized cross-attention: one function in three orders of evaluation, and a feed-forward layer when folded."""
 
+import copy
 import math
 
 import pytest
@@ -91,6 +92,40 @@ def test_an_edited_entry_is_seen_at_once_by_all_but_the_folded():
     torch.testing.assert_close(folded(hidden), before, rtol=0, atol=0)
     assert not torch.allclose(layer(hidden, entries), before)
     torch.testing.assert_close(layer.fold(entries)(hidden), layer(hidden, entries), rtol=1e-12, atol=1e-12)
+
+
+def test_layers_may_contradict_each_other_about_one_entry():
+    """One base for all layers (knowledge, sec. 3.1): what a layer reads off an entry is its projections'."""
+    layer, hidden, entries = layer_and_inputs()
+    other = copy.deepcopy(layer)
+    other.value.data.neg_()
+    says, denies = (each(hidden, entries) - each.output_bias for each in (layer, other))
+    torch.testing.assert_close(denies, -says)
+    assert says.abs().min() > 0
+
+
+def test_an_entry_says_what_its_neuron_says():
+    """Trained jointly, all that can be read of entries can be read of the neurons of the folded layer."""
+    layer, hidden, entries = layer_and_inputs(heads=1, activation="relu")
+    folded = layer.fold(entries)
+    first, values = folded.scores[0, 0], folded.values[0]
+    neurons = functional.relu(hidden @ first + folded.thresholds[0, 0])
+    for number, entry in enumerate(entries):
+        alone = layer(hidden, entry[None]) - layer.output_bias
+        torch.testing.assert_close(neurons[..., number, None] * values[number], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_four_entries_answer_any_number_of_questions():
+    """The number of entries bounds no number of facts (knowledge, sec. 6.3)."""
+    angles = torch.arange(64, dtype=torch.float64) * (2 * math.pi / 64)
+    questions = torch.stack([angles.cos(), angles.sin()], dim=1)
+    layer = GeneralizedCrossAttention(2, 2, 2, activation="relu", threshold="constant").double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+        layer.query[0], layer.key[0, 0], layer.value[0] = torch.eye(2), torch.eye(2), torch.eye(2)
+        answers = layer(questions, torch.cat([torch.eye(2), -torch.eye(2)]).double())
+    assert (answers @ questions.mT).argmax(dim=1).tolist() == list(range(64))
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=9))

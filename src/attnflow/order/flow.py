@@ -36,7 +36,7 @@ def analyze(masks: Mask | MaskGrid | Sequence[Mask | MaskGrid], before: Mask | M
 
     With the residual connection, position i reads row i of A = allow | I in one layer, and row i of A^L in L layers.
     With enough layers it reads row i of R = A*, the reflexive transitive closure. `R[i, j]` means j <= i: information
-    of j can reach i. (The paper's eq. 4 transposes A, which reverses the order; we do not, see order.md.)
+    of j can reach i. (The paper's eq. 4 has the transpose, with which its eq. 10 and 17 are wrong; see docs/maths.md.)
 
     Args:
         masks: one mask for every layer, or a sequence with the mask of each layer, first layer first. The flow of a
