@@ -79,7 +79,7 @@ def of_weights(reading: Reading, white: int) -> dict[str, Numbers]:
     the weights. It has many tokens once ("many"), and as many texts of as many tokens as the model reads ("few").
     """
     found: dict[str, Numbers] = {}
-    for row in af.geometry.score(reading.model, GAMMA):
+    for row in af.geometry.score(reading.model, GAMMA, fold=False):
         if row.head != "all":
             tower = found.setdefault(row.tower, {})
             for name in ("layer", "symmetry", "directionality"):

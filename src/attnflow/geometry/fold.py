@@ -146,6 +146,8 @@ def norms_of(
 
 def pass_of(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | None) -> Pass | NotFolded:
     """Watch a model read a few tokens, or inputs."""
+    if subject.weights_elsewhere:
+        return NotFolded("its weights are not here")
     try:
         return _pass(subject, layers, inputs)
     except (*REFUSALS, ImportError, UnsupportedArchitecture) as error:

@@ -7,7 +7,6 @@ those of a text, and their scores are those that the model computes, with biases
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -38,7 +37,7 @@ class InUse:
     key_share: float  # share, in [0, 1], of the scores' variance within rows that a term of the key alone explains
     form_key_share: float  # the same of x_i^T M x_j alone
     key_chance: float  # the mean share of scores that are independent noise
-    key_error: float  # standard error of `key_share` over sequences; NaN of one
+    key_error: float | None  # standard error of `key_share` over sequences; None of one
     pairs: int  # number of ordered pairs of two tokens
 
 
@@ -105,9 +104,9 @@ class Accumulator:
         explained = torch.where(skew > 1e-9 * squares, explained, 0.0)
         directionality = self._directionality(gamma, mode)
         shares = torch.stack(self._shares)
-        error = shares[:, 0].std(0) / len(shares) ** 0.5 if len(shares) > 1 else torch.full_like(symmetry, math.nan)
-        numbers = (symmetry, form_symmetry, explained, directionality, *shares.mean(0), error)
-        columns = zip(*(part.tolist() for part in numbers), strict=True)
+        error = (shares[:, 0].std(0) / len(shares) ** 0.5).tolist() if len(shares) > 1 else [None] * len(symmetry)
+        numbers = (symmetry, form_symmetry, explained, directionality, *shares.mean(0))
+        columns = zip(*(part.tolist() for part in numbers), error, strict=True)
         *heads, full = [InUse(*cast(Any, values), pairs=self.pairs) for values in columns]
         return [full, *heads]
 
@@ -262,8 +261,7 @@ class KeyTerms:
             table = allow.double()
             rows = table.sum(1).clamp(min=1)
             laplacian = table.sum(0).diag() - table.mT @ (table / rows[:, None])
-            # constants of connected keys are in its kernel, and r is orthogonal to them: any small number will do
-            self._inverse = torch.linalg.inv(laplacian + 1e-12 * size * torch.eye(size).to(laplacian))
+            self._inverse = torch.linalg.pinv(laplacian, rtol=1e-10, hermitian=True)
             free = float(table.sum() - (table.sum(1) > 0).sum())
             self.chance = float((self._inverse * laplacian).sum()) / free if free else 0.0
 

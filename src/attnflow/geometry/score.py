@@ -41,7 +41,7 @@ def score(
     per_head: bool = True,
     attention: Attention = "self",
     *,
-    fold: bool = False,
+    fold: bool = True,
     distances: Sequence[int] = (),
     inputs: Text | None = None,
     config: Mapping[str, object] | None = None,
@@ -51,7 +51,7 @@ def score(
 
     Only the queries and keys are read, one layer at a time: slices of safetensors files (those of a model on the hub
     are downloaded first), dequantised GGUF tensors. No code of a checkpoint is run and no pickle is opened. M contains
-    no biases, rotary embeddings and 1/sqrt(head_dim), and no gains of norms without `fold`. With latent attention
+    no biases, rotary embeddings and 1/sqrt(head_dim), and gains of norms only with `fold`. With latent attention
     (DeepSeek), queries and keys are the products of their low-rank factors, without the norm between them.
 
     A model in memory is probed: noise in place of the submodules' outputs shows the rows of weights that make an
@@ -80,7 +80,7 @@ def score(
         mode: definition of directionality: "excess" (as the published numbers) or "norm" (as def. 3.2).
         per_head: whether to score every head as well as the full matrix.
         attention: "self", "cross" (the decoder's attention to the encoder) or "all".
-        fold: whether to fold gains of norms into the weights.
+        fold: whether to fold gains of norms into the weights; False scores them as stored, as was published.
         distances: numbers of places between a query and a key before it, at which `by_distance` of each row has the
             symmetry and norm of W_q^T R_{-r} W_k with the rotation of a model in memory.
         inputs: what a model in memory reads, to score its geometry in use: a text, token ids, or named inputs, also of
@@ -106,15 +106,14 @@ def score(
     """
     check_reading(gamma, mode)
     distances = [integer("distances", distance, 0) for distance in distances]
+    if isinstance(source, str | os.PathLike) and (inputs is not None or distances):
+        what = "distances" if inputs is None else "inputs"
+        raise ValueError(f"{what} need a model in memory, got {source!r}: pass af.load_model({str(source)!r})")
     weights, layers = layers_of(source, attention, config)
     used: Mapping[str, list[InUse]] = {}
     seen: Pass | NotFolded | None = None
     rotary: dict[str, Rotary] = {}
-    if isinstance(source, str | os.PathLike):
-        if inputs is not None or distances:
-            what = "distances" if inputs is None else "inputs"
-            raise ValueError(f"{what} need a model in memory, got {source!r}: pass af.load_model({str(source)!r})")
-    else:
+    if not isinstance(source, str | os.PathLike):
         subject = Subject.of(source)
         if fold or distances:
             seen = pass_of(subject, layers, inputs)
@@ -228,7 +227,7 @@ def survey(
     per_head: bool = True,
     attention: Attention = "self",
     *,
-    fold: bool = False,
+    fold: bool = True,
     config: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> GeometrySurvey:
