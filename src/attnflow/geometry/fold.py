@@ -99,18 +99,19 @@ def folded(layer: AttentionLayer, norms: Pair | NotFolded | None) -> tuple[Tenso
 
 
 def told(norms: Mapping[str, Pair | NotFolded]) -> list[str]:
-    """Say which norms were folded, and which layers were not, one note for each kind of layer."""
-    notes: dict[str, list[str]] = {}
+    """Say which norms were folded, and which layers have none or were not folded."""
+    names: dict[str, None] = {}
+    others: dict[str, list[str]] = {}
     for layer, found in norms.items():
         if isinstance(found, NotFolded):
-            what = f"not folded: {found}"
-        else:
-            before, after = ([side.before for side in found], [side.after for side in found])
-            names = dict.fromkeys(re.sub(r"\d+", "*", norm.name) for norm in (*before, *after) if norm is not None)
-            what = f"folded: the gains of {' and '.join(names)}" if names else "nothing to fold"
-            what += "; no norm puts out what they read" * (before == [None, None])
-        notes.setdefault(what, []).append(layer)
-    return [what if len(notes) == 1 else f"{what} ({preview(layers, 2)})" for what, layers in notes.items()]
+            others.setdefault(f"not folded: {found}", []).append(layer)
+            continue
+        every = (norm for side in found for norm in (side.before, side.after) if norm is not None)
+        names.update(dict.fromkeys(re.sub(r"\d+", "*", norm.name) for norm in every))
+        if not any(side.before for side in found):
+            others.setdefault("no norm puts out what queries and keys read", []).append(layer)
+    more = [what if len(at) == len(norms) else f"{what} ({preview(at, 2)})" for what, at in others.items()]
+    return [f"folded: the gains of {', '.join(names)}"] * bool(names) + more
 
 
 @dataclass(eq=False)
@@ -131,16 +132,12 @@ def norms_of(
     """Find the norms of each layer, by name: by a pass of a model in memory, else by the names of its family."""
     found: dict[str, Pair | NotFolded] = {}
     for layer in layers:
+        reached = isinstance(seen, Pass) and source_of(layer.query_rows) in seen.read
         try:
-            if not isinstance(seen, Pass) or source_of(layer.query_rows) not in seen.read:
-                raise seen if isinstance(seen, NotFolded) else NotFolded("inputs did not reach it")
-            found[layer.name] = _in_pass(layer, seen)
+            found[layer.name] = _in_pass(layer, cast(Pass, seen)) if reached else _by_name(layer, weights)
         except NotFolded as why:
-            found[layer.name] = why
-            reached = isinstance(seen, Pass) and source_of(layer.query_rows) in seen.read
-            if not reached:
-                with suppress(NotFolded):
-                    found[layer.name] = _by_name(layer, weights)
+            unseen = seen if isinstance(seen, NotFolded) else "the model's pass did not reach it"
+            found[layer.name] = why if reached or seen is None else NotFolded(f"{unseen}, and {why}")
     return found
 
 
@@ -282,20 +279,16 @@ def _by_name(layer: AttentionLayer, weights: Weights) -> Pair:
         name, what = row[:2]
         inner = {side: f"{layer.name}.{side}_norm" for side in "qk"}
         if name.startswith("<"):
-            previous, first = name[1:].split("|")
-            number = int(place[1])
-            stack = place[0][: place.start(1)]
+            (previous, first), stack = name[1:].split("|"), place[0][: place.start(1)]
             root = re.sub(r"(encoder|transformer)\.layers?\.$", "", stack)
-            name = f"{stack}{number - 1}.{previous}" if number else f"{root}{first}"
+            name = f"{stack}{int(place[1]) - 1}.{previous}" if int(place[1]) else f"{root}{first}"
         elif name != "-":
             above = layer.name.rpartition(".")[0]
             name = next((at for at in (f"{place[0]}.{name}", f"{above}.{name}") if f"{at}.weight" in shapes), name)
-    strange = [
-        at for at in shapes if at.startswith(f"{layer.name}.") and "norm" in at and at.rpartition(".")[0] not in
-        (name, *inner.values()) and kind != "gguf"
-    ]  # fmt: skip
-    if strange:
-        raise NotFolded(f"{strange[0]} is a norm inside the attention whose place is not known")
+    known = (name, *inner.values())
+    within = (at for at in shapes if kind != "gguf" and at.startswith(f"{layer.name}.") and "norm" in at)
+    if strange := next((at for at in within if at.rpartition(".")[0] not in known), None):
+        raise NotFolded(f"{strange} is a norm inside the attention whose place is not known")
 
     def norm(at: str) -> Norm | None:
         if f"{at}.weight" not in shapes:
@@ -303,7 +296,7 @@ def _by_name(layer: AttentionLayer, weights: Weights) -> Pair:
         return Norm(at, layer.read(f"{at}.weight", None) + float(what == "plus"), what == "mean")
 
     before = norm(name)
-    if before is None and name != "-":
-        raise NotFolded(f"{name}.weight, the norm before its queries and keys, is not there")
+    if name != "-" and (before is None or before.gain.numel() not in shapes[layer.query_rows.tensors[0]]):
+        raise NotFolded(f"{name}.weight, the norm before its queries and keys, is not there or of another width")
     query, key = (Norms(before, norm(inner[side])) for side in "qk")
     return query, key
