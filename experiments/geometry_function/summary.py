@@ -124,9 +124,9 @@ def verdicts(content: Mapping[str, Any], texts: Mapping[str, Any], training: Map
     """Claims of the paper in the measures that belong to the function: the interval, and what the rule makes of it."""
     found: dict[str, Any] = {}
 
-    def judged(name: str, values: Sequence[float], claimed: Side) -> None:
-        value = student(values)
-        found[name] = {"claimed": claimed, "value": value.numbers, "verdict": decide(value, claimed, SMALLEST).verdict}
+    def judged(name: str, value: Interval, claimed: Side) -> None:
+        decision = decide(value, claimed, SMALLEST)
+        found[name] = {"claimed": claimed, "value": value.numbers, "verdict": decision.verdict, "tags": decision.tags}
 
     def last(objective: str, name: str) -> list[list[float]]:
         return [run["measured"][-1][name] for run in training[objective]]
@@ -135,31 +135,23 @@ def verdicts(content: Mapping[str, Any], texts: Mapping[str, Any], training: Map
     for name, (decoder, encoder) in PAIRS.items():
         for key in (*keys, EXCESS) if decoder in texts and encoder in texts else ():
             pairs = zip(texts[decoder], texts[encoder], strict=True)
-            judged(
-                f"{name}: decoder above encoder in {key}", [median(a[key]) - median(b[key]) for a, b in pairs], "above"
-            )
+            difference = student([median(one[key]) - median(other[key]) for one, other in pairs])
+            judged(f"{name}: decoder above encoder in {key}", difference, "above")
     for name, each in content["texts"].items():
         for which in (ALL, INNER) if name not in ENCODERS else ():
-            value = Interval(*each[f"late less early, {which}"])
-            found[f"{name}: late layers above early in key share, {which}"] = {
-                "claimed": "above", "value": value.numbers, "verdict": decide(value, "above", SMALLEST).verdict,
-            }  # fmt: skip
+            late = Interval(*each[f"late less early, {which}"])
+            judged(f"{name}: late layers above early in key share, {which}", late, "above")
     if not training["causal"]:
         return found
-    for name, sign in (("key share", 1), ("excess", 1), ("folded symmetry", -1), ("stored symmetry", -1)):
-        difference = [
-            sign * (float(np.mean(a)) - float(np.mean(b)))
-            for a, b in zip(last("causal", name), last("masked", name), strict=True)
-        ]
-        judged(f"ours: {'decoder' if sign > 0 else 'encoder'} above {'encoder' if sign > 0 else 'decoder'} in {name}",
-               difference, "above")  # fmt: skip
-    for name in ("folded directionality", "stored directionality"):
+    claims: dict[str, Side] = {
+        "key share": "above", "excess": "above", "folded symmetry": "below", "stored symmetry": "below",
+        "folded directionality": "below", "stored directionality": "below",
+    }  # fmt: skip
+    for name, side in claims.items():
         pairs = zip(last("causal", name), last("masked", name), strict=True)
-        judged(
-            f"ours: decoder below encoder in {name}", [float(np.mean(a)) - float(np.mean(b)) for a, b in pairs], "below"
-        )
+        judged(f"ours: decoder {side} encoder in {name}", student([fmean(a) - fmean(b) for a, b in pairs]), side)
     for objective, name in (("causal", "key share"), ("masked", "folded symmetry"), ("masked", "stored symmetry")):
-        late = [halves(one, range(len(one))) for one in last(objective, name)]
+        late = student([halves(one, range(len(one))) for one in last(objective, name)])
         judged(f"ours, {objective}: late layers above early in {name}", late, "above")
     return found
 
@@ -205,5 +197,8 @@ def table(content: Mapping[str, Any]) -> str:
         step, last = list(steps.items())[-1]
         second += [[objective, f"{key}, step {step}", f"{Interval(*value):.3f}"] for key, value in last.items()]
         second += [[objective, f"{key}, step 0", f"{Interval(*value):.3f}"] for key, value in steps["0"].items()]
-    third = [[key, f"{Interval(*one['value']):.3f}", one["verdict"]] for key, one in content["verdicts"].items()]
+    third = [
+        [key, f"{Interval(*one['value']):.3f}", " ".join([one["verdict"], *one["tags"]])]
+        for key, one in content["verdicts"].items()
+    ]
     return "\n\n".join([aligned(first, left=[0]), aligned(second, left=[0, 1]), aligned(third, left=[0])])

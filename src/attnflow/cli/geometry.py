@@ -53,9 +53,7 @@ def geometry_score(
     mode: Annotated[
         Literal["excess", "norm"], option("--mode", "What is summed: the excess over the threshold, or the whole norm.")
     ] = "excess",
-    stored: Annotated[
-        bool, option("--stored", "Score the weights as stored, as was published: without the gains of norms.")
-    ] = False,
+    stored: Annotated[bool, option("--stored", "Leave out the gains of norms, as was published.")] = False,
     config: Annotated[
         list[str] | None, option("--config NAME=N", "Supply what config.json lacks: num_attention_heads=12.")
     ] = None,

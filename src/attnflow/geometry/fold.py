@@ -115,7 +115,7 @@ def told(norms: Mapping[str, Pair | NotFolded]) -> list[str]:
 
 
 @dataclass(eq=False)
-class Pass:
+class NormPass:
     """What weights read and made, what modules that may be norms did, and how many of them before each attention."""
 
     read: dict[str, list[Tensor]] = field(default_factory=lambda: dict[str, list[Tensor]]())
@@ -127,21 +127,21 @@ class Pass:
 
 
 def norms_of(
-    weights: Weights, layers: Sequence[AttentionLayer], seen: Pass | NotFolded | None
+    weights: Weights, layers: Sequence[AttentionLayer], seen: NormPass | NotFolded | None
 ) -> dict[str, Pair | NotFolded]:
     """Find the norms of each layer, by name: by a pass of a model in memory, else by the names of its family."""
     found: dict[str, Pair | NotFolded] = {}
     for layer in layers:
-        reached = isinstance(seen, Pass) and source_of(layer.query_rows) in seen.read
+        reached = isinstance(seen, NormPass) and source_of(layer.query_rows) in seen.read
         try:
-            found[layer.name] = _in_pass(layer, cast(Pass, seen)) if reached else _by_name(layer, weights)
+            found[layer.name] = _in_pass(layer, cast(NormPass, seen)) if reached else _by_name(layer, weights)
         except NotFolded as why:
             unseen = seen if isinstance(seen, NotFolded) else "the model's pass did not reach it"
             found[layer.name] = why if reached or seen is None else NotFolded(f"{unseen}, and {why}")
     return found
 
 
-def pass_of(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | None) -> Pass | NotFolded:
+def pass_of(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | None) -> NormPass | NotFolded:
     """Watch a model read a few tokens, or inputs."""
     if subject.weights_elsewhere:
         return NotFolded("its weights are not here")
@@ -151,11 +151,11 @@ def pass_of(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | N
         return NotFolded(f"the model did not run on {_TOKENS} tokens ({refusal(error)})")
 
 
-def _pass(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | None) -> Pass:
+def _pass(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | None) -> NormPass:
     from attnflow.models.passes.interception import Output, Proceed
     from attnflow.models.passes.trial import read, trial
 
-    seen, model = Pass(), subject.model
+    seen, model = NormPass(), subject.model
     sources = {source_of(rows) for layer in layers for rows in (layer.query_rows, layer.key_rows)}
     watched = {name: one for name, one in model.named_modules() if name in sources or (name and may_be_norm(one))}
     sites: Sequence[Any] = ()
@@ -187,7 +187,7 @@ def _pass(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | Non
     return seen
 
 
-def _in_pass(layer: AttentionLayer, seen: Pass) -> Pair:
+def _in_pass(layer: AttentionLayer, seen: NormPass) -> Pair:
     if not isinstance(layer.query_rows, Selected) or not isinstance(layer.key_rows, Selected):
         raise NotFolded("queries or keys are products of several weights, with norms in between")
     sides = [(_before(rows, seen), after(rows, seen)) for rows in (layer.query_rows, layer.key_rows)]
@@ -213,7 +213,7 @@ def _held(name: str, call: ModuleCall) -> Norm | None:
 _Found = tuple[Norm | None, ModuleCall | None]
 
 
-def _before(rows: Selected, seen: Pass) -> _Found:
+def _before(rows: Selected, seen: NormPass) -> _Found:
     """The norm that put out what a weight reads, up to a factor; None if no norm did."""
     path = source_of(rows)
     found: list[_Found] = []
@@ -229,7 +229,7 @@ def _before(rows: Selected, seen: Pass) -> _Found:
     return found[0]
 
 
-def after(rows: Selected, seen: Pass) -> _Found:
+def after(rows: Selected, seen: NormPass) -> _Found:
     """The norm of what a weight makes, per head or of all heads together; None if there is none."""
     made = seen.made.get(source_of(rows))
     if made is None or made.shape[-1] <= int(rows.index.max()):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.geometry.fold import NotFolded, Pass, after
+from attnflow.geometry.fold import NormPass, NotFolded, after
 from attnflow.geometry.in_use import source_of
 from attnflow.models.weights.attention import AttentionLayer
 from attnflow.models.weights.families.rows import Selected
@@ -45,7 +45,7 @@ class Rotary:
         return self.turn(heads, torch.tensor(-distance).expand(heads.shape[:-1])).mT.flatten(0, 1)
 
 
-def rotary_of(model: nn.Module, layer: AttentionLayer, seen: Pass | NotFolded) -> Rotary:
+def rotary_of(model: nn.Module, layer: AttentionLayer, seen: NormPass | NotFolded) -> Rotary:
     """Find what turned the keys of a layer in a pass; raises where that is not known, or nothing did."""
     if isinstance(seen, NotFolded) or layer.name not in seen.attention or not isinstance(layer.key_rows, Selected):
         why = seen if isinstance(seen, NotFolded) else "its keys are not read where attention receives them"

@@ -18,7 +18,7 @@ from attnflow._core.checks import integer
 from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
-from attnflow.geometry.fold import NotFolded, Pair, Pass, folded, norms_of, pass_of, told
+from attnflow.geometry.fold import NormPass, NotFolded, Pair, folded, norms_of, pass_of, told
 from attnflow.geometry.in_use import InUse, measure
 from attnflow.geometry.rotary import Rotary, rotary_of
 from attnflow.geometry.scores import Mode, check_reading, full_scores, head_scores
@@ -111,7 +111,7 @@ def score(
         raise ValueError(f"{what} need a model in memory, got {source!r}: pass af.load_model({str(source)!r})")
     weights, layers = layers_of(source, attention, config)
     used: Mapping[str, list[InUse]] = {}
-    seen: Pass | NotFolded | None = None
+    seen: NormPass | NotFolded | None = None
     rotary: dict[str, Rotary] = {}
     if not isinstance(source, str | os.PathLike):
         subject = Subject.of(source)

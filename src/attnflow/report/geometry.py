@@ -47,8 +47,7 @@ def scores_part(models: Models, _: Context) -> PagePart:
 
 
 def _scores(models: Models) -> Section:
-    readings = _by_reading(models)
-    words = ", ".join(f"gamma {gamma:g} and mode {mode}" for gamma, mode in readings)
+    words = ", ".join(f"gamma {gamma:g} and mode {mode}" for gamma, mode in _by_reading(models))
     ignored = "; ".join(dict.fromkeys(scores.ignored for scores in models))
     lead = (
         "M = W_q^T W_k holds what a token looks for (rows) against what others offer (columns). Symmetry is 1 if "
@@ -60,7 +59,7 @@ def _scores(models: Models) -> Section:
         "same width and number of layers."
     )
     parts: list[Content] = [html.paragraph(lead, kind="lead")]
-    for reading, alike in readings.items():
+    for reading, alike in _by_reading(models).items():
         behind = f" Open marks: {len(background())} published records, without those known to be wrong."
         shown = caption + (behind if reading == _PUBLISHED else "")
         parts.append(charts.in_page(partial(score_chart, *alike, title=" "), "Symmetry and directionality", shown))
