@@ -29,8 +29,6 @@ from attnflow.models.weights.families.find import Stem, inside, part_of
 from attnflow.models.weights.families.rows import Selected
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from attnflow.models.passes.interception import AttentionCall
 
 _TOKENS: Final = 8
@@ -180,7 +178,7 @@ def _pass(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | Non
 
     with trial(model, {site: watch(site.name) for site in sites}, role="pool"), Watch(watched, leave=leave):
         if inputs is None:
-            inner = cast("PreTrainedModel", subject.transformer)
+            inner = cast(Any, subject.transformer)
             read(inner, [Subject(inner).ordinary_tokens(_TOKENS)])
         else:
             model(**subject.read(inputs), **subject.sparing)
