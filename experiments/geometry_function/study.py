@@ -62,8 +62,9 @@ def slower() -> Function:
 
 
 def miniature(config: Function) -> Function:
+    models = (UNTRAINED,) if config.models else ()
     return replace(
-        config, models=(UNTRAINED,) if config.models else (), seeds=config.seeds[:2], length=16, rotations=2, random=4, training=(0, 1), steps=2,
+        config, models=models, seeds=config.seeds[:2], length=16, rotations=2, random=4, training=(0, 1), steps=2,
         measure_every=1, batch_size=2, row=16, held_out=2, width=32, layers=2,
     )  # fmt: skip
 
