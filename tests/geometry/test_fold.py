@@ -172,3 +172,24 @@ def test_a_published_comparison_says_that_gains_are_in():
     found = af.geometry.score(made("GPT2")[0], fold=True)
     record = replace(found, model="openai-community/gpt2").compare()[0]
     assert any("fold=False" in reason for reason in record.reasons)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3", "Bert"])
+def test_half_precision_is_folded(name, dtype):
+    model, _ = made(name)
+    exact, half = (af.geometry.score(one) for one in (model, deepcopy(model).to(dtype)))
+    assert not any("not folded" in row.flags for row in half)
+    assert [row.symmetry for row in half] == pytest.approx([row.symmetry for row in exact], abs=0.02)
+
+
+def test_the_model_is_as_before():
+    model, _ = made("Llama")
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    af.geometry.score(model, distances=[1])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -204,7 +205,12 @@ def _in_pass(layer: AttentionLayer, seen: NormPass) -> Pair:
 
 
 def _held(name: str, call: ModuleCall) -> Norm | None:
-    held = hold(call.module, call.input, call.output)
+    module, given, output = call.module, call.input, call.output
+    if torch.finfo(given.dtype).eps > 1e-6:  # half precision would hide whether the formula holds
+        module, given = deepcopy(module).float(), given.float()
+        with torch.no_grad():
+            output = module(given)
+    held = hold(module, given, output)
     return None if held is None else Norm(name, held.gain.detach(), held.centred)
 
 
