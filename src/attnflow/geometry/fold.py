@@ -97,6 +97,10 @@ def folded(layer: AttentionLayer, norms: Pair | NotFolded | None) -> tuple[Tenso
     return query, key
 
 
+def starred(path: str) -> str:
+    return re.sub(r"\d+", "*", path)
+
+
 def told(norms: Mapping[str, Pair | NotFolded]) -> list[str]:
     """Say which norms were folded, and which layers have none or were not folded."""
     names: dict[str, None] = {}
@@ -106,7 +110,7 @@ def told(norms: Mapping[str, Pair | NotFolded]) -> list[str]:
             others.setdefault(f"not folded: {found}", []).append(layer)
             continue
         every = (norm for side in found for norm in (side.before, side.after) if norm is not None)
-        names.update(dict.fromkeys(re.sub(r"\d+", "*", norm.name) for norm in every))
+        names.update(dict.fromkeys(starred(norm.name) for norm in every))
         if not any(side.before for side in found):
             others.setdefault("no norm puts out what queries and keys read", []).append(layer)
     more = [what if len(at) == len(norms) else f"{what} ({preview(at, 2)})" for what, at in others.items()]
@@ -199,7 +203,7 @@ def _in_pass(layer: AttentionLayer, seen: NormPass) -> Pair:
             continue
         norm = _held(name, call)
         if norm is not None and (norm.centred or norm.gain.min() != norm.gain.max()):
-            raise NotFolded(f"{name} is a norm inside the attention whose place is not known")
+            raise NotFolded(f"{starred(name)} is a norm inside the attention whose place is not known")
     query, key = (Norms(before, after) for (before, _), (after, _) in sides)
     return query, key
 
@@ -226,7 +230,7 @@ def _before(rows: Selected, seen: NormPass) -> _Found:
         put = put or [(name, call) for name, call in seen.small if _alike(call.output, given)]
         norms = [(norm, call) for name, call in put if (norm := _held(name, call)) is not None]
         if put and (not norms or norms[-1][0].gain.numel() != given.shape[-1]):
-            raise NotFolded(f"{put[-1][0]} makes what {path} reads, and is no norm that is known")
+            raise NotFolded(f"{starred(put[-1][0])} makes what {starred(path)} reads, and is no norm that is known")
         found.append(norms[-1] if norms else (None, None))
     if len({None if norm is None else norm.name for norm, _ in found}) != 1:
         raise NotFolded(f"{path} is called {len(found)} times, after several norms")
@@ -292,7 +296,7 @@ def _by_name(layer: AttentionLayer, weights: Weights) -> Pair:
     known = (name, *inner.values())
     within = (at for at in shapes if kind != "gguf" and at.startswith(f"{layer.name}.") and "norm" in at)
     if strange := next((at for at in within if at.rpartition(".")[0] not in known), None):
-        raise NotFolded(f"{strange} is a norm inside the attention whose place is not known")
+        raise NotFolded(f"{starred(strange)} is a norm inside the attention whose place is not known")
 
     def norm(at: str) -> Norm | None:
         if f"{at}.weight" not in shapes:
@@ -301,6 +305,6 @@ def _by_name(layer: AttentionLayer, weights: Weights) -> Pair:
 
     before = norm(name)
     if name != "-" and (before is None or before.gain.numel() not in shapes[layer.query_rows.tensors[0]]):
-        raise NotFolded(f"{name}.weight, the norm before its queries and keys, is not there or of another width")
+        raise NotFolded(f"{starred(name)}.weight, the norm before its queries, is not there or of another width")
     query, key = (Norms(before, norm(inner[side])) for side in "qk")
     return query, key
