@@ -78,14 +78,14 @@ def check(found: FormScores, expected: torch.Tensor) -> None:
 
 def smollm2() -> Callable[[], object]:
     path = MODELS["smollm2-135m"].path()
-    median = score(path, per_head=False).summaries[0].symmetry.median
+    median = score(path, per_head=False, fold=False).summaries[0].symmetry.median
     assert abs(median - 0.094) < 0.002, median
-    return lambda: score(path)
+    return lambda: score(path, fold=False)
 
 
 def command() -> Callable[[], object]:
     """The whole process: imports, reading, scores, table."""
-    arguments = [sys.executable, "-m", "attnflow", "geometry", "smollm2-135m", "--per-head"]
+    arguments = [sys.executable, "-m", "attnflow", "geometry", "smollm2-135m", "--per-head", "--stored"]
     return lambda: subprocess.run(arguments, check=True, capture_output=True)
 
 
@@ -114,7 +114,7 @@ def llama3_8b() -> Callable[[], object]:
     del tensors, query, key
 
     def run() -> object:
-        return score(folder.name)
+        return score(folder.name, fold=False)
 
     return run
 

@@ -155,7 +155,9 @@ def bias() -> Any:
 
 def plane() -> Any:
     """Symmetry and directionality of two models, between those that were published."""
-    return af.report.figure(*(af.geometry.score(name, per_head=False) for name in ("smollm2-135m", "minilm")))
+    return af.report.figure(
+        *(af.geometry.score(name, per_head=False, fold=False) for name in ("smollm2-135m", "minilm"))
+    )
 
 
 def why() -> Any:

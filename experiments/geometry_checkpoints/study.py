@@ -89,8 +89,8 @@ def setup(config: Survey) -> Setup:
 
 def scored(source: str, checkpoint: Checkpoint, progress: Progress) -> dict[str, object]:
     """The scores of self-attention, layer by layer: corrected, in the other reading, and in the published form."""
-    excess = af.geometry.score(source, _GAMMA, progress=progress)
-    norm = af.geometry.score(source, _GAMMA, "norm", per_head=False)
+    excess = af.geometry.score(source, _GAMMA, fold=False, progress=progress)
+    norm = af.geometry.score(source, _GAMMA, "norm", per_head=False, fold=False)
     config = open_weights(source).config
     full = [row for row in excess if row.head == "all"]
     heads: dict[str, list[Any]] = {row.name: [] for row in full}

@@ -79,7 +79,7 @@ def of_weights(reading: Reading, white: int) -> dict[str, Numbers]:
     the weights. It has many tokens once ("many"), and as many texts of as many tokens as the model reads ("few").
     """
     found: dict[str, Numbers] = {}
-    for row in af.geometry.score(reading.model, GAMMA):
+    for row in af.geometry.score(reading.model, GAMMA, fold=False):
         if row.head != "all":
             tower = found.setdefault(row.tower, {})
             for name in ("layer", "symmetry", "directionality"):
@@ -141,8 +141,8 @@ def inner(seen: LayerTokens, first: int, last: int) -> LayerTokens:
     keep = slice(first, len(seen.positions) - last)
     sides: Sequence[tuple[Tensor, Tensor]] = [(query[:, keep], key[:, keep]) for query, key in seen.sides]
     centred = tuple((query, key - key.mean(1, keepdim=True)) for query, key in sides)
-    meet = None if seen.meet is None else seen.meet[keep, keep]
-    return LayerTokens(seen.positions[keep], seen.query_input[keep], seen.key_input[keep], centred, meet)
+    meet, allow = (None if table is None else table[keep, keep] for table in (seen.meet, seen.allow))
+    return LayerTokens(seen.positions[keep], seen.query_input[keep], seen.key_input[keep], centred, meet, allow)
 
 
 def _short(value: float) -> float:

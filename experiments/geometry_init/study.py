@@ -129,7 +129,7 @@ def setup(config: Initialisation) -> Setup:
             return found if extra is None else {**found, "penalty": config.factor * extra}
 
         def measure(now: nn.Module, step: int) -> dict[str, object]:
-            table = score(now, per_head=False).rows()
+            table = score(now, per_head=False, fold=False).rows()
             more = {"choosing": held(now, choosing)} if step == config.steps else {}
             return {
                 "held_out": held(now, results),

@@ -277,7 +277,7 @@ def geometry_scored(model: PreTrainedModel) -> str:
     """S and D of every layer, against the matrix that unit vectors show."""
     inputs = made.text(_text(model))
     seen = oracles.queries_and_keys(model, inputs)
-    scores = af.geometry.score(model, per_head=False)
+    scores = af.geometry.score(model, per_head=False, fold=False)
     rows = {row["name"]: row for row in scores.rows()}
     shared = sorted(set(rows) & set(seen))
     if not seen:

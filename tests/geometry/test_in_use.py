@@ -94,7 +94,7 @@ def test_every_head_is_as_loops_over_pairs_say(name, padded):
     window = changes.get("sliding_window", 9)
     for layer in attention_layers(model):
         query, key = (side[:, :9] for side in caught(model, inputs, layer.layer))
-        x = entering(model, in_use._source(layer.query_rows), inputs)[:9]
+        x = entering(model, in_use.source_of(layer.query_rows), inputs)[:9]
         weights = (side().detach().numpy() for side in (layer.query, layer.key))
         forms = oracle.head_matrices(*weights, layer.num_heads, layer.num_kv_heads)
         scores, on_tokens = query @ key.transpose(0, 2, 1), [x @ form @ x.T for form in forms]
@@ -262,7 +262,10 @@ def test_the_table_has_columns_only_where_a_text_was_read():
     assert "in use" not in repr(plain)
 
 
-COLUMNS = ("symmetry", "form_symmetry", "skew_from_form", "directionality", "pairs")
+COLUMNS = (
+    *("symmetry", "form_symmetry", "skew_from_form", "directionality"),
+    *("key_share", "form_key_share", "key_chance", "key_error", "pairs"),
+)
 
 
 def test_the_model_is_as_before():

@@ -87,7 +87,7 @@ def test_a_vision_tower_is_called_alone_and_named_apart(name, model_type):
         assert torch.equal(layer.key(), weight[width : 2 * width])
         assert not layer.discovered
     assert {row.tower for row in score(model)} == {"text", "vision"}
-    assert score(model).notes == ()
+    assert score(model, fold=False).notes == ()
 
 
 def test_tokens_of_a_tower_are_told_from_its_heads():
@@ -166,6 +166,6 @@ def test_products_are_penalised_and_monitored_but_not_written():
         assert all(parameter.grad.norm() > 0 for parameter in layer.parameters.values())
     with af.geometry.monitor(model, every=1) as handle:
         handle.step()
-    assert [row.symmetry for row in handle.scores] == [row.symmetry for row in score(model, per_head=False)]
+    assert [row.symmetry for row in handle.scores] == [row.symmetry for row in score(model, per_head=False, fold=False)]
     with pytest.raises(UnsupportedArchitecture, match="products of several weights"):
         af.geometry.init_symmetric_(model)

@@ -53,6 +53,7 @@ def geometry_score(
     mode: Annotated[
         Literal["excess", "norm"], option("--mode", "What is summed: the excess over the threshold, or the whole norm.")
     ] = "excess",
+    stored: Annotated[bool, option("--stored", "Leave out the gains of norms, as was published.")] = False,
     config: Annotated[
         list[str] | None, option("--config NAME=N", "Supply what config.json lacks: num_attention_heads=12.")
     ] = None,
@@ -64,9 +65,9 @@ def geometry_score(
 ) -> None:
     """Score symmetry and directionality of attention.
 
-    Scores W_q^T W_k in every layer and prints medians and quartiles. It reads only query and key weights, one layer at
-    a time. A model that cannot be scored is skipped with a message; the
-    exit code is then 1, or 2 if no model could be scored.
+    Scores W_q^T W_k in every layer, with the gains of norms folded in, and prints medians and quartiles. It reads only
+    query and key weights and these gains, one layer at a time. A model that cannot be scored is skipped with a message;
+    the exit code is then 1, or 2 if no model could be scored.
     """
     target = None if output is None else output_path(output, FIGURES, "scores as a figure")
     drawn = target is not None and target.suffix.lower() in (".svg", ".png")
@@ -84,7 +85,7 @@ def geometry_score(
     with working(f"opening {models[0]}") as spinner:
         from attnflow.geometry.score import survey
 
-        result = survey(models, gamma, mode, heads, attention, config=overrides, progress=spinner)
+        result = survey(models, gamma, mode, heads, attention, fold=not stored, config=overrides, progress=spinner)
         if target is not None and result.models:
             spinner.stage(f"writing {output}")
             write(result, target, picture=picture)
@@ -204,7 +205,6 @@ def _terms(found: ScoreAttribution, row: HeadRow, count: int) -> list[str]:
 
 
 def _overview(models: Sequence[GeometryScores]) -> str:
-    from attnflow.geometry.table import IGNORED
     from attnflow.report.geometry import rows_of
 
     rows: list[list[str]] = []
@@ -214,7 +214,7 @@ def _overview(models: Sequence[GeometryScores]) -> str:
             rows.append(["" if index else scores.model, _matrices(scores, one), *quartiles])
     head = ["model", "matrices", "symmetry", "directionality"]
     readings = sorted({f"gamma {scores.gamma:g} and mode {scores.mode}" for scores in models})
-    remarks = [f"Median [quartiles]. Directionality uses {', '.join(readings)}. Ignored: {IGNORED}."]
+    remarks = [f"Median [quartiles]. Directionality uses {', '.join(readings)}. Ignored: {models[0].ignored}."]
     for scores in models:
         for one in (each for each in scores.summaries if each.flagged):
             counts = Counter(flag for row in rows_of(scores, one) for flag in row.flags)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.geometry.row import causal_without_mask
 from attnflow.geometry.scores import Mode, from_norms, ratio, summed
 from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.passes.watching import Call, Watch
@@ -33,6 +34,10 @@ class InUse:
     form_symmetry: float  # the same of x_i^T M x_j alone, without biases, positions and norms of queries and keys
     skew_from_form: float  # share, in [0, 1], of s_ij - s_ji that the skew part of M explains; 0 if all are alike
     directionality: float  # of M, each coordinate weighted by how much the tokens vary in it
+    key_share: float  # share, in [0, 1], of the scores' variance within rows that a term of the key alone explains
+    form_key_share: float  # the same of x_i^T M x_j alone
+    key_chance: float  # the mean share of scores that are independent noise
+    key_error: float | None  # standard error of `key_share` over sequences; None of one
     pairs: int  # number of ordered pairs of two tokens
 
 
@@ -47,6 +52,7 @@ class LayerTokens:
     # mean, which only adds a constant to each row
     sides: tuple[tuple[Tensor, Tensor], ...]
     meet: Tensor | None  # bool[n, n], whether a query of the one may attend to the other, or back; None: all do
+    allow: Tensor | None = None  # bool[n, n], whether the query of the row may attend to the key; None: all may
 
     @property
     def summed(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -62,11 +68,13 @@ class Accumulator:
         self.pairs = 0
         self._tokens = 0
         self._moments: list[Tensor] = []
+        self._shares: list[Tensor] = []  # of each sequence: by the keys of scores and of the form, and of noise
 
     def add(self, tokens: LayerTokens) -> None:
         """Add one sequence.
 
-        Cost: O(heads * head_dim^2 * n) if all tokens meet, and else O(heads * head_dim * n^2) in blocks of scores.
+        Cost: O(heads * head_dim^2 * n) if all tokens meet, and else O(heads * head_dim * n^2) in blocks of scores and
+        O(n^3) for the keys' terms.
         """
         size, meet, full = len(tokens.positions), tokens.meet, tokens.summed
         self.pairs += size * (size - 1) if meet is None else int(meet.sum()) - size
@@ -74,6 +82,9 @@ class Accumulator:
         sums = [_factored_sums(tokens.sides) if meet is None else _blocked_sums(tokens.sides, meet)]
         sums.append(_factored_sums(full) if factored else _blocked_sums(full, meet))
         self._sums += torch.cat(sums, dim=1)
+        keys = KeyTerms(tokens.allow, size)
+        shares = [torch.cat([keys.share(*one) for one in pair]) for pair in zip(tokens.sides, full, strict=True)]
+        self._shares.append(torch.stack([*shares, torch.full_like(shares[0], keys.chance)]))
         # second moments of queries' tokens, covariances of keys' tokens within the sequence; of both, projected
         _, (query, key) = full
         inputs = [tokens.query_input.double(), tokens.key_input.double()]
@@ -92,7 +103,10 @@ class Accumulator:
         # Of scores that are symmetric but for rounding there is nothing to explain.
         explained = torch.where(skew > 1e-9 * squares, explained, 0.0)
         directionality = self._directionality(gamma, mode)
-        columns = zip(*(part.tolist() for part in (symmetry, form_symmetry, explained, directionality)), strict=True)
+        shares = torch.stack(self._shares)
+        error = (shares[:, 0].std(0) / len(shares) ** 0.5).tolist() if len(shares) > 1 else [None] * len(symmetry)
+        numbers = (symmetry, form_symmetry, explained, directionality, *shares.mean(0))
+        columns = zip(*(part.tolist() for part in numbers), error, strict=True)
         *heads, full = [InUse(*cast(Any, values), pairs=self.pairs) for values in columns]
         return [full, *heads]
 
@@ -147,7 +161,7 @@ def observe(
             f"{missing[0]} does not call the attention interface of transformers, where queries and keys are read: "
             "score it without inputs"
         )
-    sources = {name: (_source(layer.query_rows), _source(layer.key_rows)) for name, layer in named.items()}
+    sources = {name: (source_of(layer.query_rows), source_of(layer.key_rows)) for name, layer in named.items()}
     latest: dict[str, Tensor] = {}
     uses = [path for pair in sources.values() for path in set(pair)]
 
@@ -196,15 +210,16 @@ def _sequences(
     scale = call.kwargs.get("scaling") or head_dim**-0.5
     for number in range(batch):
         real = torch.ones(size, dtype=torch.bool, device=query.device)
-        meet = None
+        allow = real.expand(size, size)
         if allowed is not None:
-            meet = allowed[number if len(allowed) > 1 else 0].any(0)
-            real &= meet.diagonal()  # a token that may not attend to itself is a pad
+            allow = allowed[number if len(allowed) > 1 else 0].any(0)
+            real &= allow.diagonal()  # a token that may not attend to itself is a pad
+        elif causal_without_mask(call):
+            allow = allow.tril()
         if mask is not None and mask.shape == (batch, size):
             real &= mask[number].to(real.device).bool()
-        if meet is not None:
-            meet = (meet | meet.T)[real][:, real]
-            meet = None if bool(meet.all()) else meet
+        allow = allow[real][:, real]
+        meet, allow = (None if bool(table.all()) else table for table in (allow | allow.T, allow))
         x, y = (cast(Tensor, one).reshape(batch, size, -1)[number][real].to(dtype) for one in inputs)
         form = (x @ layer.query().detach().to(x).T, y @ layer.key().detach().to(y).T)
         sides = [(query[number][:, real].to(dtype) * scale, key[number][:, real].to(dtype))]
@@ -214,7 +229,7 @@ def _sequences(
             (left, (right - right.mean(1, keepdim=True)).repeat_interleave(heads // len(right), 0))
             for left, right in sides
         )
-        yield LayerTokens(real.nonzero()[:, 0], x, y, pairs, meet)
+        yield LayerTokens(real.nonzero()[:, 0], x, y, pairs, meet, allow)
 
 
 def _allowed(mask: object, size: int) -> Tensor | None:
@@ -225,11 +240,46 @@ def _allowed(mask: object, size: int) -> Tensor | None:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def _source(rows: Selected | Composed) -> str:
+def source_of(rows: Selected | Composed) -> str:
     while isinstance(rows, Composed):
         piece = rows.pieces[0]
         rows = piece.rows if piece.input is None else piece.input
     return rows.tensor.rpartition(".")[0]
+
+
+class KeyTerms:
+    """Least-squares terms of keys: s_ij ~ a_i + b_j over the pairs of one sequence that a mask allows.
+
+    Without the rows' means, b solves L b = r with r_j the sum of column j and L = diag(columns) - A^T diag(1/rows) A,
+    the Laplacian of the keys that share rows; r b is what the keys explain of the variance within rows.
+    """
+
+    def __init__(self, allow: Tensor | None, size: int) -> None:
+        self._allow = allow
+        self.chance = 1 / size if allow is None else 0.0  # rank L / (pairs - rows)
+        if allow is not None:
+            table = allow.double()
+            rows = table.sum(1).clamp(min=1)
+            laplacian = table.sum(0).diag() - table.mT @ (table / rows[:, None])
+            self._inverse = torch.linalg.pinv(laplacian, rtol=1e-10, hermitian=True)
+            free = float(table.sum() - (table.sum(1) > 0).sum())
+            self.chance = float((self._inverse * laplacian).sum()) / free if free else 0.0
+
+    def share(self, query: Tensor, key: Tensor) -> Tensor:
+        """What the keys explain of the variance within rows of query @ key.mT, [heads]; 0 where there is none."""
+        query, key = query.double(), (key - key.mean(1, keepdim=True)).double()
+        if self._allow is None:
+            by_key = key.shape[1] * (key @ query.mean(1)[..., None]).square().sum((1, 2))
+            return ratio(by_key, ((query.mT @ query) * (key.mT @ key)).sum((1, 2))).cpu()
+        heads, size = query.shape[:2]
+        total, columns = query.new_zeros(heads), query.new_zeros(heads, size)
+        for at in range(0, size, step := max(1, _SCORES // (heads * size))):
+            weights = self._allow[at : at + step].to(query)
+            score = (query[:, at : at + step] @ key.mT) * weights
+            score -= (score.sum(-1) / weights.sum(-1).clamp(min=1))[..., None] * weights
+            total += score.square().sum((1, 2))
+            columns += score.sum(1)
+        return ratio(((columns @ self._inverse) * columns).sum(1), total).cpu()
 
 
 def _factored_sums(sides: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -38,6 +38,8 @@ def monitor(
     callback, `Trainer(model, ..., callbacks=[handle.callback()])`: the records then stand in the Trainer's log, which
     every checkpoint holds, and go on where training resumes. With several processes, the first one records.
 
+    It scores weights as stored, `score(model, fold=False)`, without a pass of the model.
+
     Args:
         model: any model that `score` reads.
         every: number of steps between records.

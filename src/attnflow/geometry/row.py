@@ -83,18 +83,21 @@ def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str,
     """Which keys the row may attend to, and what the mask adds."""
     keys, mask = call.key.shape[2], cast("Tensor | None", call.mask)
     if mask is None:
-        causal: Any = call.kwargs.get("is_causal")
-        causal = getattr(call.module, "is_causal", True) if causal is None else causal
-        all_of_them = torch.ones(keys, dtype=torch.bool, device="cpu")
-        if not causal or call.query.shape[2] == 1 or call.implementation != "sdpa":
-            return all_of_them, {}
-        return all_of_them & (torch.arange(keys, device="cpu") <= query), {}
+        last = query if causal_without_mask(call) else keys
+        return torch.arange(keys, device="cpu") <= last, {}
     row = _at(mask, head, query, keys)
     if mask.dtype == torch.bool:
         return row.bool(), {}
     allowed = row > torch.finfo(mask.dtype).min / 2
     finite = row.masked_fill(~allowed, 0.0)
     return allowed, {"positions": finite} if bool(finite.any()) else {}
+
+
+def causal_without_mask(call: AttentionCall) -> bool:
+    """Whether attention without a mask lets a query attend to nothing after it."""
+    causal: Any = call.kwargs.get("is_causal")
+    causal = getattr(call.module, "is_causal", True) if causal is None else causal
+    return bool(causal) and call.query.shape[2] > 1 and call.implementation == "sdpa"
 
 
 def _at(table: Tensor, head: int, query: int, keys: int) -> Tensor:

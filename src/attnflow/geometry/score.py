@@ -8,17 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, cast, get_args
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from attnflow._core.checks import integer
 from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
+from attnflow.geometry.fold import NormPass, NotFolded, Pair, folded, norms_of, pass_of, told
 from attnflow.geometry.in_use import InUse, measure
+from attnflow.geometry.rotary import Rotary, rotary_of
 from attnflow.geometry.scores import Mode, check_reading, full_scores, head_scores
-from attnflow.geometry.table import GeometryScores, MatrixScores, rows_of
+from attnflow.geometry.table import AtDistance, GeometryScores, MatrixScores, rows_of
 from attnflow.models.subject import Loaded, Subject, Text
 from attnflow.models.weights.attention import AttentionLayer, attention_layers, stored_layers
 from attnflow.models.weights.checkpoints import BadCheckpoint, Weights, open_weights
@@ -37,6 +41,8 @@ def score(
     per_head: bool = True,
     attention: Attention = "self",
     *,
+    fold: bool = True,
+    distances: Sequence[int] = (),
     inputs: Text | None = None,
     config: Mapping[str, object] | None = None,
     progress: Progress | None = None,
@@ -45,12 +51,18 @@ def score(
 
     Only the queries and keys are read, one layer at a time: slices of safetensors files (those of a model on the hub
     are downloaded first), dequantised GGUF tensors. No code of a checkpoint is run and no pickle is opened. M contains
-    no biases, rotary embeddings, gains of norms and 1/sqrt(head_dim). With latent attention (DeepSeek), queries and
-    keys are the products of their low-rank factors, without the norm between them.
+    no biases, rotary embeddings and 1/sqrt(head_dim), and gains of norms only with `fold`. With latent attention
+    (DeepSeek), queries and keys are the products of their low-rank factors, without the norm between them.
 
     A model in memory is probed: noise in place of the submodules' outputs shows the rows of weights that make an
     attention module's queries and keys. A layer that attends to the keys of an earlier layer is scored with those. For
     files, tables of model families say where queries and keys are.
+
+    With `fold`, gains of the norms around queries and keys are part of M, and the mean that a norm takes away is not:
+    it is then the form of normed tokens that the model computes. The norm is the one that puts out what the weights
+    read, in the same layer or the one before. A model in memory shows it when it reads a few tokens, or `inputs`; for
+    files, tables of families name it. A layer whose norms are not known is scored as stored, flagged "not folded", and
+    the notes say why. The published scores are of weights as stored.
 
     With `inputs`, the model reads them, and every row of self-attention also says how symmetric and directional it is
     among these tokens. Over all pairs of two tokens i and j that meet in a sequence, and with row-centred scores,
@@ -68,6 +80,9 @@ def score(
         mode: definition of directionality: "excess" (as the published numbers) or "norm" (as def. 3.2).
         per_head: whether to score every head as well as the full matrix.
         attention: "self", "cross" (the decoder's attention to the encoder) or "all".
+        fold: whether to fold gains of norms into the weights; False scores them as stored, as was published.
+        distances: numbers of places between a query and a key before it, at which `by_distance` of each row has the
+            symmetry and norm of W_q^T R_{-r} W_k with the rotation of a model in memory.
         inputs: what a model in memory reads, to score its geometry in use: a text, token ids, or named inputs, also of
             several sequences with their attention_mask.
         config: entries that replace or complete config.json, such as `{"num_attention_heads": 12}`.
@@ -80,27 +95,41 @@ def score(
         FileNotFoundError: the file, folder or model does not exist.
         BadCheckpoint: a file is damaged, incomplete, in an unsupported format, or holds NaN or Inf.
         UnsupportedArchitecture: the queries and keys are unknown, do not fit the config, or are not linear functions of
-            a token; or the model does not have the requested kind of attention.
+            a token; the model does not have the requested kind of attention, or no rotary positions for `distances`.
         MissingExtra: a package that reads this source is not installed.
-        ValueError: inputs for a model that is not in memory, or without two tokens that meet.
+        ValueError: inputs or distances for a model that is not in memory, or inputs without two tokens that meet.
 
     Cost: it reads the queries and keys once, with memory for one layer in float32. A probe is one forward pass of 16
-    tokens, once for each model. `inputs` of n tokens take a forward pass, 8 n^2 head_dim multiplications a head, and
+    tokens, once for each model, and so is what `fold` and `distances` need. Each distance takes as long as the scores
+    without one. `inputs` of n tokens take a forward pass, 8 n^2 head_dim multiplications a head, and
     memory for blocks of 2 million scores.
     """
     check_reading(gamma, mode)
+    distances = [integer("distances", distance, 0) for distance in distances]
+    if isinstance(source, str | os.PathLike) and (inputs is not None or distances):
+        what = "distances" if inputs is None else "inputs"
+        raise ValueError(f"{what} need a model in memory, got {source!r}: pass af.load_model({str(source)!r})")
     weights, layers = layers_of(source, attention, config)
     used: Mapping[str, list[InUse]] = {}
-    if inputs is not None:
-        if isinstance(source, str | os.PathLike):
-            raise ValueError(f"inputs need a model in memory, got {source!r}: pass af.load_model({str(source)!r})")
-        used = measure(Subject.of(source), layers, inputs, gamma, mode)
+    seen: NormPass | NotFolded | None = None
+    rotary: dict[str, Rotary] = {}
+    if not isinstance(source, str | os.PathLike):
+        subject = Subject.of(source)
+        if fold or distances:
+            seen = pass_of(subject, layers, inputs)
+        if distances:
+            rotary = {layer.name: rotary_of(subject.model, layer, cast(Any, seen)) for layer in layers}
+        if inputs is not None:
+            used = measure(subject, layers, inputs, gamma, mode)
+    norms = norms_of(weights, layers, seen) if fold else {}
     rows: list[MatrixScores] = []
     for done, layer in enumerate(layers, 1):
         try:
-            made = layer_scores(layer, gamma, mode, per_head)
+            made = layer_scores(layer, gamma, mode, per_head, norms.get(layer.name))
             if layer.name in used:
                 made = [replace(row, in_use=in_use) for row, in_use in zip(made, used[layer.name], strict=False)]
+            if layer.name in rotary:
+                made = _by_distance(made, layer, norms.get(layer.name), rotary[layer.name], distances)
             rows += made
         except ValueError as error:
             raise BadCheckpoint(f"{layer.name}: {error}") from error
@@ -120,15 +149,39 @@ def score(
     depth = weights.config.get("num_hidden_layers")
     if weights.config.get("model_type") == "albert" and isinstance(depth, int) and depth > len(layers):
         notes.append(_SHARED)
-    return GeometryScores(name, tuple(rows), gamma, mode, tuple(notes))
+    return GeometryScores(name, tuple(rows), gamma, mode, (*notes, *told(norms)), fold)
 
 
-def layer_scores(layer: AttentionLayer, gamma: float, mode: Mode, per_head: bool) -> list[MatrixScores]:
+def layer_scores(
+    layer: AttentionLayer, gamma: float, mode: Mode, per_head: bool, norms: Pair | NotFolded | None = None
+) -> list[MatrixScores]:
     """Score the full matrix of one layer and, with `per_head`, each head; `ValueError` for NaN or Inf."""
-    query = layer.query().detach()
-    arguments = (query, layer.key().detach(), layer.num_heads, layer.num_kv_heads, gamma, mode)
-    rows = rows_of(layer, full_scores(*arguments), query.shape[1])
-    return rows + rows_of(layer, head_scores(*arguments), query.shape[1]) if per_head else rows
+    query, key = folded(layer, norms)
+    arguments = (query, key, layer.num_heads, layer.num_kv_heads, gamma, mode)
+    about = (query.shape[1], not isinstance(norms, NotFolded))
+    rows = rows_of(layer, full_scores(*arguments), *about)
+    return rows + rows_of(layer, head_scores(*arguments), *about) if per_head else rows
+
+
+def _by_distance(
+    rows: Sequence[MatrixScores],
+    layer: AttentionLayer,
+    norms: Pair | NotFolded | None,
+    rotary: Rotary,
+    distances: Sequence[int],
+) -> list[MatrixScores]:
+    query, key = folded(layer, norms)
+    found: list[list[AtDistance]] = [[] for _ in rows]
+    for distance in distances:
+        arguments = (query, rotary.at(key, layer.head_dim, distance), layer.num_heads, layer.num_kv_heads)
+        parts = [full_scores(*arguments), *([head_scores(*arguments)] if len(rows) > 1 else [])]
+        symmetry, norm = (
+            torch.cat([each.reshape(-1) for each in sides]).tolist()
+            for sides in zip(*((part.symmetry, part.norm) for part in parts), strict=True)
+        )
+        for row, values in zip(found, zip(symmetry, norm, strict=True), strict=True):
+            row.append(AtDistance(distance, *values))
+    return [replace(row, by_distance=tuple(each)) for row, each in zip(rows, found, strict=True)]
 
 
 def layers_of(
@@ -174,6 +227,7 @@ def survey(
     per_head: bool = True,
     attention: Attention = "self",
     *,
+    fold: bool = True,
     config: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> GeometrySurvey:
@@ -192,7 +246,7 @@ def survey(
 
         tell(0, 1, "opening")
         try:
-            scores = score(name, gamma, mode, per_head, attention, config=config, progress=tell)
+            scores = score(name, gamma, mode, per_head, attention, fold=fold, config=config, progress=tell)
         except (AttnflowError, OSError, ValueError, MemoryError) as error:
             unscored[name] = str(error) or type(error).__name__
         except Exception as error:  # a defect of ours must not lose the models before and after it

@@ -18,12 +18,23 @@ Bands = dict[str, tuple[float, float]]
 _SUMMARISED: Final = ("symmetry", "directionality", "norm")
 
 IGNORED: Final = "biases, rotary position embeddings, layer-norm gains and 1/sqrt(head_dim)"
+IGNORED_OF_FOLDED: Final = "biases, rotary position embeddings, what norms divide by and 1/sqrt(head_dim)"
 ZERO: Final = "zero"  # the matrix is zero: both scores are 0 by definition
 NOT_SQUARE: Final = "not square"  # queries and keys have different widths: no symmetry
 # The directionality of one matrix of random weights has the standard deviation this / sqrt(width). Simulated for widths
 # of 128 to 1,024; at most a tenth less where few key heads serve all query heads, and 6 % more at very large widths.
 _SPREAD: Final[dict[Mode, float]] = {"excess": 4.8, "norm": 3.4}
 DISCOVERED: Final = "discovered"  # found by names and shapes alone
+NOT_FOLDED: Final = "not folded"  # the norms around its queries and keys are not known
+
+
+@dataclass(frozen=True)
+class AtDistance:
+    """What no change of basis moves of M_r = W_q^T R_{-r} W_k, of a key r places before its query."""
+
+    distance: int
+    symmetry: float
+    norm: float
 
 
 @dataclass(frozen=True)
@@ -41,9 +52,11 @@ class MatrixScores:
         outlier_columns: number of such columns.
         tower: "" for a model of one stack, otherwise a name such as "encoder", "decoder", "vision".
         name: the path of the tensor or module that holds the weights.
-        flags: "zero" (a zero matrix, whose scores are 0), "not square", and remarks from reading the model.
+        flags: "zero" (a zero matrix, whose scores are 0), "not square", "not folded" (as stored, though gains were to
+            be folded in), and remarks from reading the model.
         width: the width of the compared vectors, on which chance-level scores depend; 0 if unknown.
         in_use: its geometry among the tokens of a text; None without one, and for cross-attention.
+        by_distance: its scores under rotary positions, at each distance that was asked for.
     """
 
     layer: int
@@ -59,15 +72,17 @@ class MatrixScores:
     flags: tuple[str, ...] = ()
     width: int = 0
     in_use: InUse | None = None
+    by_distance: tuple[AtDistance, ...] = ()
 
 
-def rows_of(place: Place, scores: FormScores, width: int) -> list[MatrixScores]:
+def rows_of(place: Place, scores: FormScores, width: int, folded: bool = True) -> list[MatrixScores]:
     """Make table rows: one for the full matrix (0-d scores), or one per head."""
     full = scores.norm.ndim == 0
     rows: list[MatrixScores] = []
     for head in range(scores.norm.numel()):
         values = {field.name: getattr(scores, field.name).reshape(-1)[head].item() for field in fields(scores)}
         flags = {ZERO: values["norm"] == 0, NOT_SQUARE: math.isnan(values["symmetry"]), DISCOVERED: place.discovered}
+        flags[NOT_FOLDED] = not folded
         marks = tuple(flag for flag, holds in flags.items() if holds)
         about: dict[str, Any] = {"tower": place.tower, "name": place.name, "flags": marks, "width": width}
         rows.append(MatrixScores(place.layer, "all" if full else head, place.kind, **values, **about))
@@ -94,7 +109,7 @@ class GeometryScores(Result):
     """Symmetry and directionality of every layer, and of every head, of a model.
 
     M = W_q^T W_k has the query's side in its rows and the key's in its columns. It contains no biases, rotary position
-    embeddings, layer-norm gains and 1/sqrt(head_dim).
+    embeddings and 1/sqrt(head_dim), and gains of norms only if they were folded in.
 
     Attributes:
         model: name of the scored model.
@@ -102,6 +117,7 @@ class GeometryScores(Result):
         gamma: threshold of directionality, in standard deviations above the mean.
         mode: definition of directionality, "excess" or "norm".
         notes: remarks for readers, such as projections that were found by their shapes alone.
+        fold: whether gains of norms were folded into the weights, but for matrices with the flag "not folded".
     """
 
     model: str
@@ -109,6 +125,12 @@ class GeometryScores(Result):
     gamma: float = 2.0
     mode: Mode = "excess"
     notes: tuple[str, ...] = ()
+    fold: bool = False
+
+    @property
+    def ignored(self) -> str:
+        """What the scores leave out."""
+        return IGNORED_OF_FOLDED if self.fold else IGNORED
 
     def __len__(self) -> int:
         return len(self.matrices)
@@ -171,36 +193,44 @@ class GeometryScores(Result):
             if (self.gamma, self.mode) != (2.0, "excess"):
                 said = f"{self.gamma:g}, {self.mode}"
                 reasons.append(f"directionality was published with gamma 2 and mode excess, not {said}")
+            if self.fold:
+                reasons.append("the published record is of weights as stored, without the gains of norms (fold=False)")
             comparisons.append(PublishedComparison(record, ours, tuple(reasons)))
         return tuple(comparisons)
 
     def rows(self) -> list[dict[str, object]]:
         """A row for each matrix: the model, then the columns of `MatrixScores`; several flags are joined by ";".
 
-        If a text was read, the columns of `InUse` follow under names that end in `_in_use`.
+        If a text was read, the columns of `InUse` follow under names that end in `_in_use`; then symmetry and norm at
+        each distance, as in `symmetry_at_4`.
         """
         in_use = [field.name for field in fields(InUse)] if any(row.in_use for row in self.matrices) else []
-        plain = [field.name for field in fields(MatrixScores) if field.name != "in_use"]
+        plain = [field.name for field in fields(MatrixScores) if field.name not in ("in_use", "by_distance")]
         return [
             {
                 "model": self.model,
                 **{name: getattr(row, name) for name in plain},
                 "flags": ";".join(row.flags),
                 **{f"{name}_in_use": getattr(row.in_use, name, math.nan) for name in in_use},
+                **{f"symmetry_at_{one.distance}": one.symmetry for one in row.by_distance},
+                **{f"norm_at_{one.distance}": one.norm for one in row.by_distance},
             }
             for row in self.matrices
         ]
 
     def __repr__(self) -> str:
-        lines = [
-            f"GeometryScores({self.model!r}: {len(self.matrices)} matrices; gamma {self.gamma:g}, mode {self.mode})"
-        ]
+        what = f"{len(self.matrices)} matrices; gamma {self.gamma:g}, mode {self.mode}"
+        lines = [f"GeometryScores({self.model!r}: {what}{', gains folded in' if self.fold else ''})"]
         for s in self.summaries:
             of = f"{s.count} layers" if s.matrix == "all" else f"{s.count} heads"
             flagged = f", {s.flagged} flagged" if s.flagged else ""
             lines.append(f"  {s.what}, {of}: symmetry {s.symmetry}, directionality {s.directionality}{flagged}")
-            if used := [row.in_use for row in self._groups[s.tower, s.kind, s.matrix] if row.in_use is not None]:
+            rows = self._groups[s.tower, s.kind, s.matrix]
+            for place, at in enumerate(rows[0].by_distance):
+                median = Quartiles.of([row.by_distance[place].symmetry for row in rows])
+                lines.append(f"    at distance {at.distance}: symmetry {median}")
+            if used := [row.in_use for row in rows if row.in_use is not None]:
                 symmetry = Quartiles.of([scores.symmetry for scores in used])
                 directionality = Quartiles.of([scores.directionality for scores in used])
                 lines.append(f"    in use: symmetry {symmetry}, directionality {directionality}")
-        return "\n".join([*lines, f"  not included: {IGNORED}", *(f"  note: {note}" for note in self.notes)])
+        return "\n".join([*lines, f"  not included: {self.ignored}", *(f"  note: {note}" for note in self.notes)])

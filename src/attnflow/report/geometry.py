@@ -12,7 +12,7 @@ import numpy as np
 
 from attnflow._core.markup import plural, shorten
 from attnflow.geometry.published import PublishedScores, Quartiles, Summary, published_scores
-from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, chance_bands
+from attnflow.geometry.table import GeometryScores, MatrixScores, chance_bands
 from attnflow.report import charts, html
 from attnflow.report.charts import SERIES, SOFT, Figure, blank, chart, heat_map, literal
 from attnflow.report.displays import describes, draws
@@ -47,19 +47,19 @@ def scores_part(models: Models, _: Context) -> PagePart:
 
 
 def _scores(models: Models) -> Section:
-    readings = _by_reading(models)
-    words = ", ".join(f"gamma {gamma:g} and mode {mode}" for gamma, mode in readings)
+    words = ", ".join(f"gamma {gamma:g} and mode {mode}" for gamma, mode in _by_reading(models))
+    ignored = "; ".join(dict.fromkeys(scores.ignored for scores in models))
     lead = (
         "M = W_q^T W_k holds what a token looks for (rows) against what others offer (columns). Symmetry is 1 if "
         "M = M^T and −1 if M = −M^T. Directionality is negative where a few columns, the key’s side, have outstanding "
-        f"norms, and positive where rows do. Ignored: {IGNORED}. Directionality has {words}."
+        f"norms, and positive where rows do. Ignored: {ignored}. Directionality has {words}."
     )
     caption = (
         "Crosses: medians over layers with their quartiles. The bands hold 19 of 20 models with random weights of the "
         "same width and number of layers."
     )
     parts: list[Content] = [html.paragraph(lead, kind="lead")]
-    for reading, alike in readings.items():
+    for reading, alike in _by_reading(models).items():
         behind = f" Open marks: {len(background())} published records, without those known to be wrong."
         shown = caption + (behind if reading == _PUBLISHED else "")
         parts.append(charts.in_page(partial(score_chart, *alike, title=" "), "Symmetry and directionality", shown))

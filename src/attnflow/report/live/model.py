@@ -18,7 +18,7 @@ from attnflow._core.progress import Progress
 from attnflow.bias.kind import layer_biases
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.published import Summary
-from attnflow.geometry.table import IGNORED, GeometryScores
+from attnflow.geometry.table import GeometryScores
 from attnflow.knowledge.layered import reads_entries
 from attnflow.knowledge.reading.entry import removal
 from attnflow.knowledge.reading.provenance import Trace
@@ -260,7 +260,7 @@ def _geometry(scores: GeometryScores) -> Reply:
     return {
         "stacks": [_stack(scores, each, heads.get((each.tower, each.kind))) for each in full],
         "reading": reading_words((scores.gamma, scores.mode)),
-        "ignored": IGNORED,
+        "ignored": scores.ignored,
         "notes": scores.notes,
     }
 

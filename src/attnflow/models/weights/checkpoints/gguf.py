@@ -23,6 +23,7 @@ _WORDS: Final = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "num_hidden_layers": "block_count",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 
 

@@ -136,7 +136,7 @@ def _stems(shapes: Shapes) -> Iterator[Stem]:
 
 
 def _place(stem: Stem, shapes: Shapes, root: Config) -> Place | None:
-    config = _config_of(root, stem)
+    config = part_of(root, stem)
     model_type = str(config.get("model_type") or root.get("model_type") or "")
     if config.get("num_kv_shared_layers"):
         raise UnsupportedArchitecture("some layers attend to keys of earlier ones, which their own weights do not show")
@@ -234,7 +234,7 @@ def _latent(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: 
     )
 
 
-def _config_of(root: Config, stem: Stem) -> Config:
+def part_of(root: Config, stem: Stem) -> Config:
     """Return the part of the config for the stem's tower, else the root."""
     for key in (f"{stem.tower}_config", f"{stem.tower}_encoder", stem.side):
         part = root.get(key)
@@ -300,7 +300,7 @@ def lacking(places: Sequence[Place], shapes: Shapes, config: Config) -> str | No
         if len(numbers) == 1 and (there := lists.get(prefix := place.name[: numbers[0].start()])):
             if gone := sorted(set(range(max(there))) - there):
                 return f"there is nothing of {prefix}.{gone[0]}, but of {prefix}.{max(there)}"
-            part = _config_of(config, Stem(place.name, "", ""))
+            part = part_of(config, Stem(place.name, "", ""))
             depths = Stated(part, "").values(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 0)
             deepest[id(part)] = max(deepest.get(id(part), (0, "", [])), (len(there), prefix, depths))
     short = next(((n, path, depths) for n, path, depths in deepest.values() if depths and n < depths[0]), None)
