@@ -13,7 +13,7 @@ from notebooks import executed, markdown, notebook, sources, title
 ROOT = Path(__file__).parent.parent
 SHOWN = {".md", ".csv", ".json", ".jsonl", ".yaml", ".png"}
 SHEET = ROOT / "src" / "attnflow" / "report" / "assets" / "report.css"
-LINKED = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)")
+LINKED = re.compile(r"\]\(\.\./((?:tests|experiments)/[\w/]+\.py)")
 
 
 def drawings() -> str:
@@ -33,7 +33,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add tutorials, experiments and the tests that the page of claims names, as if they lay in `docs`.
+    """Add tutorials, experiments and the code that the page of claims links to, as if they lay in `docs`.
 
     Tutorials are executed, unless ATTNFLOW_TUTORIALS is "source": then they are shown without outputs.
     """
