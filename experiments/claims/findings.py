@@ -72,7 +72,7 @@ def no_gain(claims: Mapping[str, Claim]) -> Finding | None:
     less, seen = Interval(*content["contrasts"][name]["t"]), content["seen_with_80_%"][name]
     return Finding(
         "On text, the guidance network gains nothing over plain training",
-        f"Held-out loss of guidance less that of plain training, at equal parameters and tokens: {less:.4f} nats. The "
+        f"Held-out loss of guidance less that of plain training, at equal tokens: {less:.4f} nats. The "
         f"study was fine enough: it would have seen a true difference of {seen:.4f} nats four times out of five.",
         ("D7", "D17"),
         decide(less, "none", LOSS).holds and seen < LOSS,
@@ -199,7 +199,7 @@ def facts_edited(claims: Mapping[str, Claim]) -> Finding | None:
 
     changes, pays = share(plain, "fact").less(0.5), share(plain, "same subject").less(1.0)
     return Finding(
-        "A fact can be changed in the entries, and what is said of its subject pays",
+        "Most facts can be changed in the entries, and what is said of their subjects pays",
         f"The feed-forward layers of SmolLM2-135M become entries, and {plain['count']} facts of "
         f"{len(plain['relations']['fact'])} relations, none of which tuned the method, are edited one at a time: "
         f"{shown(plain, 'fact')} change, {shown(plain, 'paraphrases understood')} of the paraphrases that the model "

@@ -34,8 +34,8 @@ proof, a test, or an experiment that you can run. Ten findings that surprised us
 
 _WORDS: Final = """## What the words mean
 
-A verdict is computed by [one function](../experiments/runner/verdict.py) from an interval, from where the claim has the
-effect, and from the smallest effect that matters. Of the first four it is the first that applies:
+A verdict on an experiment is computed by [one function](../experiments/runner/verdict.py) from an interval, from where
+the claim has the effect, and from the smallest effect that matters. Of the first four it is the first that applies:
 
 {meanings}
 - **not run yet**: there is an experiment, and it has no results so far.
@@ -56,7 +56,9 @@ Words in italics stand below a verdict that needs a qualification.
 
 Claims about all masks or all weights are settled by proofs and tests, claims about training by experiments. The paper's
 effect is the size that the paper prints, in its own setting: it is not comparable with ours directly. Numbers in
-brackets are 95 % intervals, by Student's t over seeds where nothing else is said.
+brackets are 95 % intervals, by Student's t over seeds where nothing else is said. Verdicts on directionality are on the
+paper's D, which belongs to the axes of a checkpoint: another basis of the same function has another D
+([geometry function](../experiments/geometry_function/README.md)).
 """
 
 

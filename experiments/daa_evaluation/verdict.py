@@ -15,8 +15,8 @@ PREFERENCE: Final = 0.1  # nats of the margin between a gold solution and a wron
 
 _QUALITY: Final = "No package ships QuALITY, and nothing is fetched from a hub; the scale `paper` takes it by name."
 _PASSED: Final = {  # of the run before this one, with 16,384 tokens of training
-    HUMANEVAL: "Pass rates stay at the floor: 0 of 20 problems with and without.",
-    GSM8K: "Pass rates stay at the floor: 0 of 25 problems with and 1 of 25 without.",
+    HUMANEVAL: "Pass rates stay at the floor: in an earlier run, 0 of 20 problems with and without.",
+    GSM8K: "Pass rates stay at the floor: in an earlier run, 0 of 25 problems with and 1 of 25 without.",
 }
 _PROMPTED: Final = "Pass rates are at the floor for every prompting: at most 1 of 25 problems of GSM8k."
 
@@ -47,15 +47,13 @@ def both(difference: Mapping[str, Sequence[float]]) -> Interval:
 
 
 def _gain(claim: str, name: str, rows: Mapping[tuple[str, str, str], Any], content: Mapping[str, Any]) -> Judgement:
-    """Guidance against the base; "empty" if a control gains as much, "floor" if the base prefers nothing."""
+    """Guidance against the base; "empty" if a control gains as much. Pass rates, the claim's, are at the floor."""
     nats, margin = (rows[GUIDANCE, name, measure] for measure in (NATS, MARGIN))
     controls = content["guidance less"].get(name, {})
     cost = both(nats["less base"])
     decision = jointly(decide(cost, "below", LOSS), decide(both(margin["less base"]), "above", PREFERENCE))
     tags: list[Tag] = [*empty(decision, "below", (both(one[NATS]) for one in controls.values()))]
     preferred = rows[BASE, name, "preferred"]["value"]
-    if preferred[1] <= 0.5:
-        tags.append("floor")
     beside = "; ".join(f"{_said(controls[arm][NATS])} less {arm}" for arm in CONTROLS if arm in controls)
     about = f"{nats['items']} of {content['items'][name]['items']} items, {nats['seeds']} seeds"
     sentence = (
@@ -64,7 +62,7 @@ def _gain(claim: str, name: str, rows: Mapping[tuple[str, str, str], Any], conte
         f"{_said(margin['less base'], 2)} nats. At equal parameters: {beside}. The base prefers the gold solution in "
         f"{preferred[0]:.0%}. {_PASSED[name]}"
     )
-    return Judgement.of(claim, decision, sentence, "rule after", *tags)
+    return Judgement.of(claim, decision, sentence, "rule after", "floor", *tags)
 
 
 def _prompting(rows: Mapping[tuple[str, str, str], Any], others: Mapping[str, Any]) -> Judgement:
@@ -86,7 +84,7 @@ def _prompting(rows: Mapping[tuple[str, str, str], Any], others: Mapping[str, An
         f"By likelihood, GSM8k's gold solutions cost guidance without examples {own:.3f} nats per token: {said}. "
         f"Untrained ALiBi is a broken model, no rival; self-consistency has no likelihood. {_PROMPTED}"
     )
-    return Judgement.of("D11", decision, sentence, "rule after")
+    return Judgement.of("D11", decision, sentence, "rule after", "floor")
 
 
 _NAMES: Final = {

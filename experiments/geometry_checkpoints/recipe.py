@@ -21,7 +21,7 @@ from experiments.geometry_checkpoints.summary import summarise
 from experiments.runner.experiment import Experiment, Judgement
 from experiments.runner.files import read
 from experiments.runner.statistics import Interval, said
-from experiments.runner.verdict import UNTESTED, Decision, at_scales, decide, jointly
+from experiments.runner.verdict import UNTESTED, Decision, decide, jointly, uncontradicted
 
 PAIRS: Final = 0.1  # of all pairs, beyond the half that chance gives
 _LETTERS: Final[Mapping[str, str]] = {"symmetry": "S", "directionality": "D"}
@@ -35,7 +35,7 @@ def judge(results: Path) -> Sequence[Judgement]:
     found: list[Judgement] = []
     for claim, score in zip(("G6", "G7"), _LETTERS, strict=True):
         share, own = _pairs(records, "text", score), _ours(rows, score)
-        decision = at_scales(_decide(share), _decide(own))
+        decision = uncontradicted(_decide(share), _decide(own))
         sentence = f"Published checkpoints of text: {_said(share, score)}. {_models(rows, score, own)}"
         found.append(Judgement.of(claim, decision, sentence, "rule after", evidence=_PUBLISHED))
     return [*found, _others(records), _encoder_decoders(rows)]

@@ -37,7 +37,7 @@ def combinations(models: Sequence[Mapping[str, Any]]) -> Judgement:
     def each(name: str) -> str:
         return ", ".join(f"{one['model']} {one[name][0]:.2f}" for one in models)
 
-    convex = jointly(exactly(exceptions), share("order, the model's own scores", _SAME))
+    convex = jointly(exactly(exceptions, len(models)), share("order, the model's own scores", _SAME))
     decision = partly(convex, share("order, form of a head", _SAME), share("within the hull of tokens", _INSIDE))
     sentence = (
         f"Weights are {'' if convex.holds else 'not '}convex, and heads lie in the hull of their values, in the order "
@@ -55,7 +55,8 @@ def counts(rows: Sequence[Mapping[str, Any]]) -> Judgement:
         some = [row for row in rows if row["objective"] == objective and (not cuts or row["cut"] in cuts)]
         return proportion(sum(row[name] for row in some), sum(row["tokens"] for row in some))
 
-    exact = exactly(sum(row["from the formula"] >= 0.5 for row in rows if row["objective"] == "causal"))
+    causal = [row["from the formula"] >= 0.5 for row in rows if row["objective"] == "causal"]
+    exact = exactly(sum(causal), len(causal))
     masked, placed, packed, shuffled = (
         told("apart", *of)
         for of in (("masked",), ("causal", "beginnings"), ("causal", "packed"), ("causal", "shuffled"))

@@ -166,16 +166,21 @@ def judge(results: Path) -> Sequence[Judgement]:
     said = [f"{each['agreement']:.3f}" for each in pairs]
     return [
         Judgement.of(
-            "G3", decide(down, "below", SCORE), f"After training on the next token, M has D = {down:.2f}.", after
+            "G3",
+            decide(down, "below", SCORE),
+            f"Training on the next token moves M by an update of D = {down:.2f}.",
+            after,
         ),
         Judgement.of(
             "G4",
             jointly(*(decide(one, "above", SCORE) for one in (up, more))),
-            f"Trained on masked tokens, M has S = {up:.2f}; masked less next: {more:.2f}. Not so in the gradients "
-            f"of the proof: masked less next {first:.2f} in the first one.",
+            f"Training on masked tokens moves M by an update of S = {up:.2f}; masked less next: {more:.2f}. Not so in "
+            f"the gradients of the proof: masked less next {first:.2f} in the first one.",
             after,
         ),
-        Judgement.of("G24", decide(apart, "above", SCORE), f"D after training, masked less next: {apart:.2f}.", after),
+        Judgement.of(
+            "G24", decide(apart, "above", SCORE), f"D of what training adds to M, masked less next: {apart:.2f}.", after
+        ),
         Judgement.of(
             "G27",
             jointly(*(decide(each["agreement"], "above", SCORE) for each in pairs)),

@@ -14,7 +14,7 @@ from experiments.geometry_training.summary import summarise
 from experiments.runner.experiment import ROOT, Experiment, Judgement
 from experiments.runner.files import read
 from experiments.runner.statistics import Interval
-from experiments.runner.verdict import UNTESTED, Side, Tag, at_scales, decide, jointly
+from experiments.runner.verdict import UNTESTED, Side, Tag, decide, jointly, uncontradicted
 
 _INIT: Final = ROOT / "geometry_init" / "results"
 
@@ -65,11 +65,11 @@ def _judged(number: str, claim: Claimed, rows: Sequence[Mapping[str, Any]]) -> J
         said += f" Ours at tiny (1 M parameters, 5 seeds): {each}; {small.verdict}."
     else:
         small = UNTESTED
-    decision = at_scales(decide(value, claim.where, claim.smallest), small)
+    decision = uncontradicted(decide(value, claim.where, claim.smallest), small)
     # The authors' symmetric starts are of a larger scale, too; ours are compared at one scale.
     empty = not claim.ours and decision.holds and not small.holds
     tags: tuple[Tag, ...] = ("empty",) if empty else ()
-    return Judgement.of(number, decision, said, *tags, evidence="authors' runs")
+    return Judgement.of(number, decision, said, "rule after", *tags, evidence="authors' runs")
 
 
 def ours(claim: Claimed) -> dict[str, Interval]:

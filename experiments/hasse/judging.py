@@ -83,7 +83,9 @@ def _decoding(content: Mapping[str, Any]) -> list[Judgement]:
     )
     return [
         Judgement.of(
-            "H16", exactly(sum(one["margin"] > ROUNDING for one in rows)), f"{sentence} {_words(content)}".strip()
+            "H16",
+            exactly(sum(one["margin"] > ROUNDING for one in rows), compared),
+            f"{sentence} {_words(content)}".strip(),
         )
     ]
 

@@ -16,6 +16,7 @@ from experiments.runner.statistics import Interval, said
 from experiments.runner.verdict import LOSS, UNTESTED, decide, jointly, no_more, partly
 
 SELECTED: Final = 0.1  # of all entries: so many fewer than half are a selection
+# Claim -> what of it is not tested.
 _MORE: Final = {"K16": " This is the loss of a language model; how well entries are found is not tested apart."}
 
 
@@ -142,7 +143,8 @@ def _forms(found: Mapping[str, Interval]) -> list[Judgement]:
     for claim, names in PAIRS.items():
         values = {name: found[name] for name in (f"{one} less {other}" for one, other in names) if name in found}
         if len(values) == len(names):
-            decision = jointly(*(decide(one, "below", LOSS) for one in values.values()))
+            untested = [UNTESTED] * (claim in _MORE)
+            decision = jointly(*(decide(one, "below", LOSS) for one in values.values()), *untested)
             judged.append(
                 Judgement.of(claim, decision, f"Held-out nats per token: {_each(values)}.{_MORE.get(claim, '')}")
             )
@@ -150,7 +152,7 @@ def _forms(found: Mapping[str, Interval]) -> list[Judgement]:
 
 
 def _each(values: Mapping[str, Interval]) -> str:
-    return ", ".join(f"{name} {said(one.numbers)}" for name, one in values.items())
+    return ", ".join(f"{name} {said(one.numbers, '.4f')}" for name, one in values.items())
 
 
 def _best(arms: Sequence[Mapping[str, Any]]) -> list[Judgement]:

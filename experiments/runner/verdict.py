@@ -39,7 +39,9 @@ OF_PARTS: Final = (
     "Of a claim of several parts all must hold: it is refuted if one part is, confirmed if all are, without effect if "
     "one part has none and none is confirmed, and otherwise not confirmed. Where the experiment names a main part, "
     "that decides alone unless it is confirmed; if it is, and another part is refuted or without effect, the claim is "
-    "corrected. What can be done or could help is not refuted by an attempt that fails: it is not confirmed."
+    "corrected. What can be done or could help is not refuted by an attempt that fails: it is not confirmed. "
+    "Of two scales the larger one decides, and of two measures the main one; what one of them confirms and the other "
+    "refutes is not confirmed."
 )
 TAGS: Final[Mapping[Tag, str]] = {
     "empty": "the verdict follows its rule and says little, because a control does as well, or as badly.",
@@ -103,9 +105,9 @@ def no_more(excess: Interval, margin: float) -> Decision:
     return decide(excess.less(margin), "below", 0.0)
 
 
-def exactly(exceptions: int) -> Decision:
+def exactly(exceptions: int, checked: int) -> Decision:
     """The verdict on a claim without exceptions, by how many were found: one is a counterexample."""
-    return Decision("refuted" if exceptions else "confirmed")
+    return Decision("refuted") if exceptions else Decision("confirmed") if checked else UNTESTED
 
 
 def jointly(*parts: Decision) -> Decision:
@@ -143,9 +145,9 @@ def possible(attempt: Decision) -> Decision:
     return UNTESTED if attempt.verdict == "refuted" else attempt
 
 
-def at_scales(larger: Decision, smaller: Decision) -> Decision:
-    """The verdict of the larger scale, unless one scale confirms the claim and the other one refutes it."""
-    return UNTESTED if {larger.verdict, smaller.verdict} == {"confirmed", "refuted"} else larger
+def uncontradicted(main: Decision, other: Decision) -> Decision:
+    """The verdict of the larger scale, or of the main measure, unless one confirms what the other refutes."""
+    return UNTESTED if {main.verdict, other.verdict} == {"confirmed", "refuted"} else main
 
 
 def empty(decision: Decision, claimed: Side, less_controls: Iterable[Interval]) -> tuple[Tag, ...]:

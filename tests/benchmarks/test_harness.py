@@ -92,5 +92,6 @@ def test_records_say_what_claim_k26_says_of_table_2_of_the_knowledge_paper():
             naive, folded, searched = (
                 took[f"read of E, N={tokens}", size, name] for name in ("naive", "folded", "query-side, approximate")
             )
-            assert 2 < naive / folded < 0.6 * (tokens + 512) / tokens
-            assert (0.4 < searched / folded < 1) if tokens == 1 else searched / folded > 4
+            saves, took_more = ((19.5, 34.5), (0.45, 0.95)) if tokens == 1 else ((2.75, 2.95), (3.5, 11.5))
+            assert saves[0] < naive / folded < saves[1] < (tokens + 512) / tokens
+            assert took_more[0] < searched / folded < took_more[1]

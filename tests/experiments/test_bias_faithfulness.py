@@ -52,9 +52,17 @@ def test_claims_are_judged_by_intervals(sign: int, verdict: str, tmp_path: Path)
     rows += [
         row("recall", f"distracted: loss, positive less {name}", 0.1 * sign) for name in ("as trained", "negative")
     ]
+    rows += [row("text", f"clipped: loss, {name}", 1.0) for name in ("as trained", "none")]
     rows += [row("sums", f"lost without the operand, {one}, from =", 0.4) for one in ("first", "second")]
     rows += [row("sums", "right without the operand, none, from =", 0.9)]
     write(tmp_path / "results.json", {"quantities": rows})
     found = {one.claim: one.verdict for one in judge(tmp_path)}
-    assert found == {"D29": verdict, "D30": verdict, "D31": "refuted", "D32": "no effect", "D33": "refuted"}
+    assert [found[claim] for claim in ("D29", "D30", "D31", "D32", "D33")] == [
+        verdict,
+        verdict,
+        "refuted",
+        "no effect",
+        "refuted",
+    ]
+    assert found["D34"] == ("refuted" if sign else "confirmed"), "equally important"
     assert hide({})(torch.ones(1), 0).tolist() == [1.0]

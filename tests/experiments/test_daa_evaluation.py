@@ -38,9 +38,8 @@ def content(nats: float, margin: float, control: float, prompted: tuple[float, f
         for arm in ("base", "guidance")
         for measure, less in (("nats per token", nats), ("margin", margin))
     ]
-    share = more.get("preferred", 0.8)
     rows += [
-        {"arm": "base", "benchmark": name, "measure": "preferred", "value": [share, share - 0.1, share + 0.1]}
+        {"arm": "base", "benchmark": name, "measure": "preferred", "value": [0.8, 0.7, 0.9]}
         for name in ("gsm8k", "humaneval")
     ]
     less = {arm: {"nats per token": around(control)} for arm in ("key", "dense", "lora")}
@@ -60,7 +59,7 @@ def content(nats: float, margin: float, control: float, prompted: tuple[float, f
         (content(-0.1, 0.1, -0.05, (0.1, -0.1), seeds=0.2), "not confirmed", (), "not confirmed"),
         (content(-0.1, -0.2, -0.05, (0.0, 0.0)), "refuted", ("empty",), "not confirmed"),
         (content(0.1, 0.0, 0.05, (0.0, 0.1)), "refuted", (), "not confirmed"),
-        (content(0.015, 0.2, 0.0, (0.1, 0.1), preferred=0.55), "refuted", ("empty", "floor", "small"), "refuted"),
+        (content(0.015, 0.2, 0.0, (0.1, 0.1)), "refuted", ("empty", "small"), "refuted"),
         (content(0.0, 0.0, 0.0, (0.1, 0.0)), "no effect", ("empty",), "not confirmed"),
     ],
 )
@@ -68,7 +67,8 @@ def test_the_rule_of_the_claims(made, verdict, tags, prompting, tmp_path) -> Non
     write(tmp_path / "results.json", made)
     found = {one.claim: one for one in judge(tmp_path)}
     assert [found[claim].verdict for claim in ("D8", "D9")] == [verdict] * 2
-    assert found["D8"].tags == found["D9"].tags == (*tags, "rule after")
+    assert found["D8"].tags == found["D9"].tags
+    assert set(found["D8"].tags) == {*tags, "floor", "rule after"}, "pass rates are at the floor"
     assert found["D10"].verdict == "not testable here"
     assert found["D11"].verdict == prompting
     write(tmp_path / "results.json", {**made, "seeds": 4})

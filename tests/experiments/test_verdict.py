@@ -14,7 +14,6 @@ from experiments.runner.verdict import (
     UNTESTED,
     Decision,
     Side,
-    at_scales,
     decide,
     empty,
     exactly,
@@ -22,6 +21,7 @@ from experiments.runner.verdict import (
     no_more,
     partly,
     possible,
+    uncontradicted,
 )  # fmt: skip
 
 GRID = st.integers(-8, 8).map(lambda number: number / 4)  # exact, and ends meet 0 and the smallest effect often
@@ -97,9 +97,12 @@ def test_what_stands_beside_the_rule() -> None:
     assert [possible(decide(one, "above", 1)).verdict for one in (good, bad, nothing)] == [
         "confirmed", "not confirmed", "no effect",
     ]  # fmt: skip
-    assert [exactly(count).verdict for count in (0, 1)] == ["confirmed", "refuted"]
-    assert at_scales(decide(good, "above", 1), decide(bad, "above", 1)) == UNTESTED
-    assert at_scales(decide(good, "above", 1), decide(nothing, "above", 1)).holds
+    found = [exactly(*counts).verdict for counts in ((0, 5), (1, 5), (0, 0))]
+    assert found == ["confirmed", "refuted", "not confirmed"]
+    yes, no, none = (decide(one, "above", 1) for one in (good, bad, nothing))
+    assert uncontradicted(yes, no) == uncontradicted(no, yes) == UNTESTED
+    assert [uncontradicted(*pair) for pair in ((yes, none), (none, no), (no, none))] == [yes, none, no]
+    assert (empty(none, "above", [good]), empty(none, "above", [nothing])) == ((), ("empty",))
     assert widest(good, nothing) == Interval(0, -1, 4)
     assert widest(good, bad) in (Interval(3, -4, 4), Interval(-3, -4, 4))
     # A control that does as well, or as badly, empties a verdict; one that does worse, or better, does not.
