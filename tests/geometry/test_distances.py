@@ -11,7 +11,7 @@ from attnflow.models.subject import Subject
 from attnflow.models.weights.attention import attention_layers
 from tests.geometry import oracle
 from tests.geometry.test_in_use import caught, disturbed
-from tests.models import tokens
+from tests.models import ZOO, tokens
 
 SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}  # fmt: skip
@@ -98,6 +98,21 @@ def test_what_turns_no_keys_is_refused():
             af.geometry.score(disturbed(name), distances=[1])
     with pytest.raises(af.UnsupportedArchitecture, match="not read where attention receives them"):
         af.geometry.score(disturbed("GPTJ"), distances=[1])
+
+
+def test_layers_without_positions_between_rotary_ones_have_no_distances():
+    model = ZOO["SmolLM3"].make(no_rope_layers=[1, 0]).eval()
+    found = af.geometry.score(model, per_head=False, distances=[1])
+    assert [len(row.by_distance) for row in found] == [1, 0]
+    assert "distance changes nothing" in found.notes[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_has_distances(dtype):
+    exact = af.geometry.score(disturbed("Llama"), per_head=False, distances=[3])
+    rounded = af.geometry.score(disturbed("Llama").to(dtype), per_head=False, distances=[3])
+    for one, other in zip(exact, rounded, strict=True):
+        assert one.by_distance[0].symmetry == pytest.approx(other.by_distance[0].symmetry, abs=0.01)
 
 
 def test_distances_need_a_model_in_memory_and_numbers():

@@ -49,8 +49,10 @@ _BEFORE: Final = """
     norm1 mean dinov2 dinov2_with_registers dinov3_vit
     <output.LayerNorm|embeddings.LayerNorm mean bert roberta xlm-roberta electra roformer mpnet
     <output_layer_norm|embeddings.LayerNorm mean distilbert
-    - rms olmo2
+    - rms olmo2 olmo3 exaone4
 """
+# GGUF's architectures whose norms of queries and keys are of the kind of the norm before, and come before rotation.
+_NORMED: Final = ("qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "gemma3", "glm4moe")
 
 
 class NotFolded(Exception):
@@ -112,7 +114,7 @@ def told(norms: Mapping[str, Pair | NotFolded]) -> list[str]:
         every = (norm for side in found for norm in (side.before, side.after) if norm is not None)
         names.update(dict.fromkeys(starred(norm.name) for norm in every))
         if not any(side.before for side in found):
-            others.setdefault("no norm puts out what queries and keys read", []).append(layer)
+            others.setdefault("attention reads the residual stream, without a norm before it", []).append(layer)
     more = [what if len(at) == len(norms) else f"{what} ({preview(at, 2)})" for what, at in others.items()]
     return [f"folded: the gains of {', '.join(names)}"] * bool(names) + more
 
@@ -137,7 +139,7 @@ def norms_of(
     for layer in layers:
         reached = isinstance(seen, NormPass) and source_of(layer.query_rows) in seen.read
         try:
-            found[layer.name] = _in_pass(layer, cast(NormPass, seen)) if reached else _by_name(layer, weights)
+            found[layer.name] = _in_pass(layer, cast(NormPass, seen), weights) if reached else _by_name(layer, weights)
         except NotFolded as why:
             unseen = seen if isinstance(seen, NotFolded) else "the model's pass did not reach it"
             found[layer.name] = why if reached or seen is None else NotFolded(f"{unseen}, and {why}")
@@ -149,9 +151,16 @@ def pass_of(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | N
     if subject.weights_elsewhere:
         return NotFolded("its weights are not here")
     try:
+        seen = _pass(subject, layers, None)
+        if inputs is None or all(source_of(layer.query_rows) in seen.read for layer in layers):
+            return seen
+    except Exception as error:  # a model that cannot be run is scored as stored, and says why
+        if inputs is None:
+            return NotFolded(f"the model did not run on {_TOKENS} tokens ({refusal(error)})")
+    try:
         return _pass(subject, layers, inputs)
-    except (*REFUSALS, ImportError, UnsupportedArchitecture) as error:
-        return NotFolded(f"the model did not run on {_TOKENS} tokens ({refusal(error)})")
+    except Exception as error:
+        return NotFolded(f"the model did not run on the inputs ({refusal(error)})")
 
 
 def _pass(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | None) -> NormPass:
@@ -190,7 +199,7 @@ def _pass(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | Non
     return seen
 
 
-def _in_pass(layer: AttentionLayer, seen: NormPass) -> Pair:
+def _in_pass(layer: AttentionLayer, seen: NormPass, weights: Weights) -> Pair:
     if not isinstance(layer.query_rows, Selected) or not isinstance(layer.key_rows, Selected):
         raise NotFolded("queries or keys are products of several weights, with norms in between")
     sides = [(_before(rows, seen), after(rows, seen)) for rows in (layer.query_rows, layer.key_rows)]
@@ -205,7 +214,15 @@ def _in_pass(layer: AttentionLayer, seen: NormPass) -> Pair:
         if norm is not None and (norm.centred or norm.gain.min() != norm.gain.max()):
             raise NotFolded(f"{starred(name)} is a norm inside the attention whose place is not known")
     query, key = (Norms(before, after) for (before, _), (after, _) in sides)
+    if (query.before is None or key.before is None) and (query.before is not key.before or not _post(layer, weights)):
+        raise NotFolded("no norm was seen to put out what its queries and keys read")
     return query, key
+
+
+def _post(layer: AttentionLayer, weights: Weights) -> bool:
+    """Whether attention reads the residual stream itself in this family, so that there is no norm before it."""
+    row = _family(_kind(layer, weights))
+    return row is not None and row[0] == "-"
 
 
 def _held(name: str, call: ModuleCall) -> Norm | None:
@@ -214,7 +231,10 @@ def _held(name: str, call: ModuleCall) -> Norm | None:
         module, given = deepcopy(module).float(), given.float()
         with torch.no_grad():
             output = module(given)
-    held = hold(module, given, output)
+    try:
+        held = hold(module, given, output)
+    except REFUSALS:  # it takes more than a tensor, or one of another shape: no norm
+        return None
     return None if held is None else Norm(name, held.gain.detach(), held.centred)
 
 
@@ -269,19 +289,35 @@ def _same_vectors(one: Tensor, other: Tensor) -> bool:
     return first.shape == second.shape and torch.equal(first, second)
 
 
+def _kind(layer: AttentionLayer, weights: Weights) -> str:
+    part = part_of(weights.config, Stem(layer.name, "", ""))
+    return str(part.get("model_type") or weights.config.get("model_type"))
+
+
+def _family(kind: str) -> list[str] | None:
+    """The line of `_BEFORE` with this type of model."""
+    lines = (line.split() for line in re.split(r"\n    (?! )", _BEFORE))
+    return next((line for line in lines if kind in line[2:]), None)
+
+
 def _by_name(layer: AttentionLayer, weights: Weights) -> Pair:
     """By the names of its family, in a file or in a part of a model that a pass did not reach."""
     config, shapes = weights.config, weights.shapes
     place = re.match(r"(?:.*?\.)??(\d+)(?=\.|$)", layer.name)
     if layer.kind != "self" or place is None:
         raise NotFolded("tables tell the norms of self-attention in a list of layers only")
-    kind = str(part_of(config, Stem(layer.name, "", "")).get("model_type") or config.get("model_type"))
+    kind = _kind(layer, weights)
     if kind == "gguf":
         name, what = f"{place[0]}.attn_norm", "rms" if "rms_norm_eps" in config else "mean"
         inner = {side: f"{place[0]}.attn_{side}_norm" for side in "qk"}
+        if f"{name}_2.weight" in shapes:
+            raise NotFolded(f"{starred(name)} and {starred(name)}_2 are two norms, and one of them is before attention")
+        if f"{inner['q']}.weight" in shapes and config.get("architecture") not in _NORMED:
+            raise NotFolded(
+                "no table says what its norms of queries and keys are, and whether they come after rotation"
+            )
     else:
-        lines = (line.split() for line in re.split(r"\n    (?! )", _BEFORE))
-        row = next((line for line in lines if kind in line[2:]), None)
+        row = _family(kind)
         if row is None:
             raise NotFolded(f"no table says which norm is before the attention of models of type {kind!r}")
         name, what = row[:2]

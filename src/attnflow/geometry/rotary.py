@@ -20,6 +20,7 @@ from attnflow.models.weights.families.rows import Selected
 
 Order = Literal["halves", "neighbours"]
 _CLOSE: Final = 1e-4  # of the largest entry
+_CLOSE_IN_HALF: Final = 0.03  # where keys are rounded to half precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,8 @@ def rotary_of(model: nn.Module, layer: AttentionLayer, seen: NormPass | NotFolde
     if isinstance(seen, NotFolded) or layer.name not in seen.attention or not isinstance(layer.key_rows, Selected):
         why = seen if isinstance(seen, NotFolded) else "its keys are not read where attention receives them"
         raise UnsupportedArchitecture(f"{layer.name}: no scores by distance: {why}")
-    received = seen.attention[layer.name][1].key[0].double()
+    given = seen.attention[layer.name][1].key[0]
+    received, close = given.double(), _CLOSE if torch.finfo(given.dtype).eps < 1e-6 else _CLOSE_IN_HALF
     heads, size, width = received.shape
     norm = after(layer.key_rows, seen)[1]
     made = seen.made[source_of(layer.key_rows)] if norm is None else norm.output
@@ -58,7 +60,7 @@ def rotary_of(model: nn.Module, layer: AttentionLayer, seen: NormPass | NotFolde
     made = made[:, layer.key_rows.index] if norm is None else made
     by_token, by_head = (made.reshape(shape).double() for shape in ((size, heads, width), (heads, size, width)))
     candidates = [by_token.transpose(0, 1), *([] if norm is None else [by_head])]
-    if any(_error(each, received) < _CLOSE for each in candidates):
+    if any(_error(each, received) < close for each in candidates):
         raise UnsupportedArchitecture(f"{layer.name} turns no keys: without rotary positions distance changes nothing")
     places = torch.arange(size, device=received.device).expand(heads, size)
     rotations = [
@@ -68,7 +70,7 @@ def rotary_of(model: nn.Module, layer: AttentionLayer, seen: NormPass | NotFolde
         if name.endswith("inv_freq") and 2 * buffer.numel() <= width
     ]
     errors = [min(_error(one.turn(each, places), received) for each in candidates) for one in rotations]
-    if not errors or not min(errors) < _CLOSE:
+    if not errors or not min(errors) < close:
         raise UnsupportedArchitecture(
             f"{layer.name}: no scores by distance: the frequencies that modules keep (inv_freq) do not turn its keys "
             "into those that attention received"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from attnflow._core.checks import integer
+from attnflow._core.checks import integer, preview
 from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
@@ -113,12 +113,13 @@ def score(
     used: Mapping[str, list[InUse]] = {}
     seen: NormPass | NotFolded | None = None
     rotary: dict[str, Rotary] = {}
+    unturned: list[str] = []
     if not isinstance(source, str | os.PathLike):
         subject = Subject.of(source)
         if fold or distances:
             seen = pass_of(subject, layers, inputs)
         if distances:
-            rotary = {layer.name: rotary_of(subject.model, layer, cast(Any, seen)) for layer in layers}
+            rotary, unturned = _rotations(subject, layers, cast(Any, seen))
         if inputs is not None:
             used = measure(subject, layers, inputs, gamma, mode)
     norms = norms_of(weights, layers, seen) if fold else {}
@@ -149,7 +150,7 @@ def score(
     depth = weights.config.get("num_hidden_layers")
     if weights.config.get("model_type") == "albert" and isinstance(depth, int) and depth > len(layers):
         notes.append(_SHARED)
-    return GeometryScores(name, tuple(rows), gamma, mode, (*notes, *told(norms)), fold)
+    return GeometryScores(name, tuple(rows), gamma, mode, (*notes, *told(norms), *unturned), fold)
 
 
 def layer_scores(
@@ -161,6 +162,22 @@ def layer_scores(
     about = (query.shape[1], not isinstance(norms, NotFolded))
     rows = rows_of(layer, full_scores(*arguments), *about)
     return rows + rows_of(layer, head_scores(*arguments), *about) if per_head else rows
+
+
+def _rotations(
+    subject: Subject, layers: Sequence[AttentionLayer], seen: NormPass | NotFolded
+) -> tuple[dict[str, Rotary], list[str]]:
+    """The rotation of each layer, and why others have none, such as those without positions between rotary ones."""
+    found: dict[str, Rotary] = {}
+    why: dict[str, UnsupportedArchitecture] = {}
+    for layer in layers:
+        try:
+            found[layer.name] = rotary_of(subject.model, layer, seen)
+        except UnsupportedArchitecture as error:
+            why[layer.name] = error
+    if not found:
+        raise next(iter(why.values()))
+    return found, [f"no scores by distance for {preview(list(why), 2)}: {next(iter(why.values()))}"] if why else []
 
 
 def _by_distance(

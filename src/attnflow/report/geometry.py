@@ -48,7 +48,8 @@ def scores_part(models: Models, _: Context) -> PagePart:
 
 def _scores(models: Models) -> Section:
     words = ", ".join(f"gamma {gamma:g} and mode {mode}" for gamma, mode in _by_reading(models))
-    ignored = "; ".join(dict.fromkeys(scores.ignored for scores in models))
+    kinds = {scores.ignored: [one.model for one in models if one.ignored == scores.ignored] for scores in models}
+    ignored = "; ".join(f"{what} ({', '.join(names)})" if len(kinds) > 1 else what for what, names in kinds.items())
     lead = (
         "M = W_q^T W_k holds what a token looks for (rows) against what others offer (columns). Symmetry is 1 if "
         "M = M^T and −1 if M = −M^T. Directionality is negative where a few columns, the key’s side, have outstanding "
@@ -60,7 +61,9 @@ def _scores(models: Models) -> Section:
     )
     parts: list[Content] = [html.paragraph(lead, kind="lead")]
     for reading, alike in _by_reading(models).items():
-        behind = f" Open marks: {len(background())} published records, without those known to be wrong."
+        behind = (
+            f" Open marks: {len(background())} published records of stored weights, without those known to be wrong."
+        )
         shown = caption + (behind if reading == _PUBLISHED else "")
         parts.append(charts.in_page(partial(score_chart, *alike, title=" "), "Symmetry and directionality", shown))
     parts.append(html.table(_HEAD, _rows(models), text_columns=2))
