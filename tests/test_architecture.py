@@ -118,7 +118,7 @@ BUDGETS = {
     "masks": 4_208,
     "models": 6_055,
     "order": 1_664,
-    "report": 7_035,
+    "report": 7_040,
     "studio": 760,
     "tasks": 5_934,
     "testing": 530,

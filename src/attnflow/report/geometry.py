@@ -61,9 +61,7 @@ def _scores(models: Models) -> Section:
     )
     parts: list[Content] = [html.paragraph(lead, kind="lead")]
     for reading, alike in _by_reading(models).items():
-        behind = (
-            f" Open marks: {len(background())} published records of stored weights, without those known to be wrong."
-        )
+        behind = f" Open marks: {len(background())} published records, of stored weights, without known faults."
         shown = caption + (behind if reading == _PUBLISHED else "")
         parts.append(charts.in_page(partial(score_chart, *alike, title=" "), "Symmetry and directionality", shown))
     parts.append(html.table(_HEAD, _rows(models), text_columns=2))
