@@ -28,6 +28,7 @@ NOT_FOLDED = {
     # they read embeddings, a projection of them, a sum with positions, or what another model made
     **dict.fromkeys(("RemBert", "Marian", "Detr", "GPT2Cross", "BertCross", "SpeechT5", "OpenAIGPT"),
                     "no norm was seen"),
+    "Dbrx": "other lengths",  # its queries and keys are clipped
     # activations of these tiny models are far below the norm's epsilon
     "BlipVision": "no norm that is known", "SamVision": "no norm that is known",
 }  # fmt: skip
@@ -220,6 +221,25 @@ def _inside_out(model, side):
         layer.input_layernorm = torch.nn.Module()
         layer.input_layernorm.inner = inner
         layer.input_layernorm.forward = lambda hidden, norm=norm, inner=inner: inner(norm(hidden), 2.0)
+
+
+class _Nested(torch.nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.inner = norm.weight, _Scaled()
+
+    def forward(self, hidden):
+        return self.inner(torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight), 3.0)
+
+
+@pytest.mark.parametrize("side", ["q_norm", "k_norm"])
+def test_a_norm_of_queries_or_keys_that_is_no_leaf_is_flagged(side):
+    model = made("Qwen3")[0]
+    for layer in model.model.layers:
+        setattr(layer.self_attn, side, _Nested(getattr(layer.self_attn, side)))
+    found = af.geometry.score(model, per_head=False)
+    assert all("not folded" in row.flags for row in found)
+    assert "other lengths" in found.notes[-1]
 
 
 @pytest.mark.parametrize("side", ["q_proj", "k_proj"])

@@ -213,10 +213,28 @@ def _in_pass(layer: AttentionLayer, seen: NormPass, weights: Weights) -> Pair:
         norm = _held(name, call)
         if norm is not None and (norm.centred or norm.gain.min() != norm.gain.max()):
             raise NotFolded(f"{starred(name)} is a norm inside the attention whose place is not known")
+    given = () if attention is None else (attention.query, attention.key)
+    for rows, (_, (_, call)), received in zip((layer.query_rows, layer.key_rows), sides, given, strict=False):
+        if not _keeps_lengths(rows, call, received, seen):
+            raise NotFolded("attention receives queries or keys of other lengths than its weights and norms make")
     query, key = (Norms(before, after) for (before, _), (after, _) in sides)
     if (query.before is None or key.before is None) and (query.before is not key.before or not _post(layer, weights)):
         raise NotFolded("no norm was seen to put out what its queries and keys read")
     return query, key
+
+
+def _keeps_lengths(rows: Selected, norm: ModuleCall | None, received: Tensor, seen: NormPass) -> bool:
+    """Whether heads are as long as they were made, up to one factor: a rotation keeps that, a norm does not."""
+    made = seen.made.get(source_of(rows)) if norm is None else norm.output
+    if made is None:
+        return True
+    if norm is None:
+        made = made.reshape(-1, made.shape[-1])[:, rows.index.to(made.device)]
+    if made.numel() != received.numel():
+        return True  # of another pass, or of keys that were there before
+    one, other = (each.reshape(-1, received.shape[-1]).double().norm(dim=1).sort().values for each in (made, received))
+    rough = torch.finfo(received.dtype).eps > 1e-6
+    return bool((one / one.mean() - other / other.mean()).abs().max() < (0.05 if rough else _CLOSE))
 
 
 def _post(layer: AttentionLayer, weights: Weights) -> bool:
