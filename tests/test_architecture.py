@@ -113,7 +113,7 @@ BUDGETS = {
     "bias": 4_725,
     "cli": 2_025,
     "explain": 1_665,
-    "geometry": 3_270,
+    "geometry": 3_290,
     "knowledge": 8_763,
     "masks": 4_208,
     "models": 6_055,
