@@ -13,6 +13,7 @@ from attnflow.geometry.score import layers_in_memory, layers_of
 from attnflow.models.subject import Subject
 from tests.geometry import oracle
 from tests.models import ZOO, tokens
+from tests.models.checkpoints import write_gguf
 from tests.models.inputs import run
 from tests.models.table import AUDITED
 
@@ -270,3 +271,21 @@ def test_a_model_that_does_not_run_is_read_by_the_table_of_its_family(name):
     else:  # it is in no table
         assert all("not folded" in row.flags for row in found)
         assert "not today" in found.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "extra", "why"),
+    [
+        ("falcon", {"attn_norm_2": 32}, "two norms"),
+        ("hunyuan-dense", {"attn_q_norm": 8, "attn_k_norm": 8}, "whether they come after rotation"),
+        ("qwen3", {"attn_q_norm": 8, "attn_k_norm": 8}, ""),
+    ],
+)
+def test_files_that_leave_a_norm_open_are_flagged(architecture, extra, why, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"attn_norm": (32,), "attn_q": (32, 32), "attn_k": (32, 32), **{name: (n,) for name, n in extra.items()}}
+    tensors = {f"blk.0.{name}.weight": torch.randn(*shape) + 1 for name, shape in sizes.items()}
+    about = {"kv_heads": 4, "block_count": 1, "embedding_length": 32, "layer_norm_rms_eps": 1e-6}
+    found = af.geometry.score(write_gguf(tmp_path / "m.gguf", architecture, tensors, **about), per_head=False)
+    assert [row.flags for row in found] == [("not folded",) if why else ()]
+    assert why in found.notes[-1]
