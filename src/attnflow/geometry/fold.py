@@ -51,6 +51,12 @@ _BEFORE: Final = """
     <output_layer_norm|embeddings.LayerNorm mean distilbert
     - rms olmo2 olmo3 exaone4
 """
+# Type of model -> (norm, what its weight says).
+_FAMILIES: Final = {
+    kind: (name, what)
+    for name, what, *kinds in (line.split() for line in re.split(r"\n    (?! )", _BEFORE) if line)
+    for kind in kinds
+}
 # GGUF's architectures whose norms of queries and keys are of the kind of the norm before, and come before rotation.
 _NORMED: Final = ("qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "gemma3", "glm4moe")
 
@@ -150,17 +156,16 @@ def pass_of(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | N
     """Watch a model read a few tokens, or inputs."""
     if subject.weights_elsewhere:
         return NotFolded("its weights are not here")
-    try:
-        seen = _pass(subject, layers, None)
-        if inputs is None or all(source_of(layer.query_rows) in seen.read for layer in layers):
-            return seen
-    except Exception as error:  # a model that cannot be run is scored as stored, and says why
-        if inputs is None:
-            return NotFolded(f"the model did not run on {_TOKENS} tokens ({refusal(error)})")
-    try:
-        return _pass(subject, layers, inputs)
-    except Exception as error:
-        return NotFolded(f"the model did not run on the inputs ({refusal(error)})")
+    found: NormPass | NotFolded = NotFolded("no pass was made")
+    for given in (None,) if inputs is None else (None, inputs):
+        try:
+            found = _pass(subject, layers, given)
+        except Exception as error:  # a model that cannot be run is scored as stored, and says why
+            what = f"{_TOKENS} tokens" if given is None else "the inputs"
+            found = NotFolded(f"the model did not run on {what} ({refusal(error)})")
+        if isinstance(found, NormPass) and all(source_of(layer.query_rows) in found.read for layer in layers):
+            break
+    return found
 
 
 def _pass(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | None) -> NormPass:
@@ -218,34 +223,37 @@ def _in_pass(layer: AttentionLayer, seen: NormPass, weights: Weights) -> Pair:
         if not _keeps_lengths(rows, call, received, seen):
             raise NotFolded("attention receives queries or keys of other lengths than its weights and norms make")
     query, key = (Norms(before, after) for (before, _), (after, _) in sides)
-    if (query.before is None or key.before is None) and (query.before is not key.before or not _post(layer, weights)):
+    reads_stream = query.before is None and key.before is None and _FAMILIES.get(_kind(layer, weights), "?")[0] == "-"
+    if (query.before is None or key.before is None) and not reads_stream:
         raise NotFolded("no norm was seen to put out what its queries and keys read")
     return query, key
 
 
 def _keeps_lengths(rows: Selected, norm: ModuleCall | None, received: Tensor, seen: NormPass) -> bool:
     """Whether heads are as long as they were made, up to one factor: a rotation keeps that, a norm does not."""
-    made = seen.made.get(source_of(rows)) if norm is None else norm.output
-    if made is None:
-        return True
-    if norm is None:
-        made = made.reshape(-1, made.shape[-1])[:, rows.index.to(made.device)]
-    if made.numel() != received.numel():
+    made = made_by(rows, seen) if norm is None else norm.output
+    if made is None or made.numel() != received.numel():
         return True  # of another pass, or of keys that were there before
     one, other = (each.reshape(-1, received.shape[-1]).double().norm(dim=1).sort().values for each in (made, received))
-    rough = torch.finfo(received.dtype).eps > 1e-6
-    return bool((one / one.mean() - other / other.mean()).abs().max() < (0.05 if rough else _CLOSE))
+    close = 0.05 if in_half(received) else _CLOSE
+    return bool((one / one.mean() - other / other.mean()).abs().max() < close)
 
 
-def _post(layer: AttentionLayer, weights: Weights) -> bool:
-    """Whether attention reads the residual stream itself in this family, so that there is no norm before it."""
-    row = _family(_kind(layer, weights))
-    return row is not None and row[0] == "-"
+def made_by(rows: Selected, seen: NormPass) -> Tensor | None:
+    """What these rows of a weight made of each token, [tokens, rows]; None if the pass did not reach it."""
+    made = seen.made.get(source_of(rows))
+    if made is None or made.shape[-1] <= int(rows.index.max()):
+        return None
+    return made.reshape(-1, made.shape[-1])[:, rows.index.to(made.device)]
+
+
+def in_half(values: Tensor) -> bool:
+    return torch.finfo(values.dtype).eps > 1e-6
 
 
 def _held(name: str, call: ModuleCall) -> Norm | None:
     module, given, output = call.module, call.input, call.output
-    if torch.finfo(given.dtype).eps > 1e-6:  # half precision would hide whether the formula holds
+    if in_half(given):  # half precision would hide whether the formula holds
         module, given = deepcopy(module).float(), given.float()
         with torch.no_grad():
             output = module(given)
@@ -277,10 +285,9 @@ def _before(rows: Selected, seen: NormPass) -> _Found:
 
 def after(rows: Selected, seen: NormPass) -> _Found:
     """The norm of what a weight makes, per head or of all heads together; None if there is none."""
-    made = seen.made.get(source_of(rows))
-    if made is None or made.shape[-1] <= int(rows.index.max()):
+    made, columns = seen.made.get(source_of(rows)), made_by(rows, seen)
+    if made is None or columns is None:
         return None, None
-    columns = made.reshape(-1, made.shape[-1])[:, rows.index.to(made.device)]
     for name, call in seen.small:
         width = call.input.shape[-1]
         if not _shares(call.input, made) or len(rows.index) % width:
@@ -312,12 +319,6 @@ def _kind(layer: AttentionLayer, weights: Weights) -> str:
     return str(part.get("model_type") or weights.config.get("model_type"))
 
 
-def _family(kind: str) -> list[str] | None:
-    """The line of `_BEFORE` with this type of model."""
-    lines = (line.split() for line in re.split(r"\n    (?! )", _BEFORE))
-    return next((line for line in lines if kind in line[2:]), None)
-
-
 def _by_name(layer: AttentionLayer, weights: Weights) -> Pair:
     """By the names of its family, in a file or in a part of a model that a pass did not reach."""
     config, shapes = weights.config, weights.shapes
@@ -335,10 +336,9 @@ def _by_name(layer: AttentionLayer, weights: Weights) -> Pair:
                 "no table says what its norms of queries and keys are, and whether they come after rotation"
             )
     else:
-        row = _family(kind)
-        if row is None:
+        if kind not in _FAMILIES:
             raise NotFolded(f"no table says which norm is before the attention of models of type {kind!r}")
-        name, what = row[:2]
+        name, what = _FAMILIES[kind]
         inner = {side: f"{layer.name}.{side}_norm" for side in "qk"}
         if name.startswith("<"):
             (previous, first), stack = name[1:].split("|"), place[0][: place.start(1)]

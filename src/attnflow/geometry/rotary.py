@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.geometry.fold import NormPass, NotFolded, after
+from attnflow.geometry.fold import NormPass, NotFolded, after, in_half
 from attnflow.geometry.in_use import source_of
 from attnflow.models.weights.attention import AttentionLayer
 from attnflow.models.weights.families.rows import Selected
@@ -52,7 +52,7 @@ def rotary_of(model: nn.Module, layer: AttentionLayer, seen: NormPass | NotFolde
         why = seen if isinstance(seen, NotFolded) else "its keys are not read where attention receives them"
         raise UnsupportedArchitecture(f"{layer.name}: no scores by distance: {why}")
     given = seen.attention[layer.name][1].key[0]
-    received, close = given.double(), _CLOSE if torch.finfo(given.dtype).eps < 1e-6 else _CLOSE_IN_HALF
+    received, close = given.double(), _CLOSE_IN_HALF if in_half(given) else _CLOSE
     heads, size, width = received.shape
     norm = after(layer.key_rows, seen)[1]
     made = seen.made[source_of(layer.key_rows)] if norm is None else norm.output
