@@ -13,7 +13,7 @@ from experiments.daa_evaluation.likelihood import ALIBI, BASE, GSM8K, HUMANEVAL,
 from experiments.daa_evaluation.perturbed import ANSWER, RESULT
 from experiments.runner.figures import SIZE, canvas, colour
 from experiments.runner.files import write, write_table
-from experiments.runner.jobs import DIVERGED, Job, Record, choosing_loss, chosen
+from experiments.runner.jobs import Record, rates_of
 from experiments.runner.statistics import Array, said, student
 from experiments.runner.study import read_study
 
@@ -48,7 +48,7 @@ def summarise(folder: Path, results: Path) -> str:
             if (GUIDANCE, name) in found
         },
         "prompting": _prompting(found),
-        "rates": _rates(config, runs),
+        "rates": rates_of(config, runs),
         "base, choosing": next((run["choosing"] for run in runs if "choosing" in run), None),
         "items": about["items"],
         "parameters": about["parameters"],
@@ -158,21 +158,6 @@ def _prompting(found: Mapping[tuple[str, str], Values]) -> dict[str, Any]:
         for name, other in others.items()
         if own is not None and other is not None
     }
-
-
-def _rates(config: Mapping[str, Any], runs: Sequence[Record]) -> dict[str, Any]:
-    """What was tried for each arm: the loss for choosing of each seed at each rate, and the rate that was taken."""
-    swept = {Job(**run["job"]): run for run in runs if "measured" in run or DIVERGED in run}
-    seeds = config["seeds"]
-    table: dict[str, Any] = {}
-    for arm in config["arms"]:
-        losses: dict[str, list[float]] = {}
-        for job, run in sorted(swept.items(), key=lambda one: (one[0].rate or 0, one[0].seed or 0)):
-            if job.arm == arm:
-                losses.setdefault(f"{job.rate:g}", []).append(float("inf") if DIVERGED in run else choosing_loss(run))
-        best = chosen(arm, config["rates"], seeds, swept, choosing_loss, len(seeds))
-        table[arm] = {"taken": best.rate if best else None, "at_end": best.at_end if best else None, "losses": losses}
-    return table
 
 
 def _cells(row: Mapping[str, Any]) -> list[object]:

@@ -21,7 +21,7 @@ from experiments.daa_evaluation.practice import Practice, functions, practice, r
 from experiments.evaluation import sources
 from experiments.evaluation.benchmarks import shown
 from experiments.runner.experiment import Setup
-from experiments.runner.jobs import Job, Plan, Read, best_rate, choosing_loss, swept, tried_rates
+from experiments.runner.jobs import Job, Plan, Read, choosing_loss, rate_of, swept
 from experiments.runner.training import Loop, cosine, decayed, train
 
 BASE, ALIBI = "base", "alibi"
@@ -128,11 +128,6 @@ def split_name(name: str) -> tuple[int, str]:
     """
     part, _, arm = name.rpartition(" ")
     return int(part or 0), arm
-
-
-def rate_of(arm: str, rates: Sequence[float], seeds: Sequence[int], read: Read) -> float:
-    """The rate with the lowest loss for choosing, in the mean of all seeds."""
-    return best_rate(arm, tried_rates(arm, rates, seeds, read), seeds, read, choosing_loss)
 
 
 def scores(model: nn.Module, golds: Sequence[Gold], tokens_per_pass: int) -> list[dict[str, Any]]:

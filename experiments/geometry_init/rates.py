@@ -62,8 +62,8 @@ def by_rate(every: Sequence[Curves], best: Mapping[tuple[str, str], float]) -> l
     return found
 
 
-def settled(steps: Sequence[int], curves: Array) -> Array:
-    """The share of all steps that each curve of [..., steps] needs to stay within `_SETTLED` of where it ends.
+def settled(steps: Sequence[int] | Array, curves: Array, share: float = _SETTLED) -> Array:
+    """The part of all steps that each curve of [..., steps] needs to stay within a share of where it ends.
 
     The distance is measured in the largest one that the curve ever has from its end. A curve that never moves has 0.
 
@@ -71,7 +71,7 @@ def settled(steps: Sequence[int], curves: Array) -> Array:
     0.5
     """
     distances = np.abs(curves - curves[..., -1:])
-    beyond = distances > _SETTLED * distances.max(axis=-1, keepdims=True)
+    beyond = distances > share * distances.max(axis=-1, keepdims=True)
     following = np.where(beyond, np.arange(1, len(steps) + 1), 0).max(axis=-1)
     return np.array(steps, dtype=np.float64)[following] / steps[-1]
 

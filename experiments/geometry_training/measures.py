@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from experiments.geometry_init import rates
 from experiments.runner.statistics import Array, speed_up
 
 OBJECTIVES: Final = ("encoder", "decoder")
@@ -152,8 +153,4 @@ def _middle(values: Array) -> dict[str, float]:
 
 def settled(course: Course, share: float) -> Array:
     """[layers], the share of all steps after which S stays within a share of its largest distance from its end."""
-    distances = np.abs(course.symmetry - course.symmetry[-1])
-    beyond = distances > share * distances.max(axis=0)
-    following = np.where(beyond, np.arange(1, len(beyond) + 1)[:, None], 0).max(axis=0)
-    found: Array = course.steps[following] / course.steps[-1]
-    return found
+    return rates.settled(course.steps, course.symmetry.T, share)

@@ -14,7 +14,7 @@ from experiments.geometry_training.summary import summarise
 from experiments.runner.experiment import ROOT, Experiment, Judgement
 from experiments.runner.files import read
 from experiments.runner.statistics import Interval
-from experiments.runner.verdict import UNTESTED, Side, Tag, decide, jointly, uncontradicted
+from experiments.runner.verdict import LOSS, SCORE, STEPS, UNTESTED, Side, Tag, decide, jointly, uncontradicted
 
 _INIT: Final = ROOT / "geometry_init" / "results"
 
@@ -29,14 +29,14 @@ class Claimed:
 
 
 CLAIMS: Final[Mapping[str, Claimed]] = {
-    "G9": Claimed(measures.SYMMETRY, "above", 0.05, rates.SYMMETRY, rates.STARTS),
-    "G10": Claimed(measures.DIRECTIONALITY, "above", 0.05, rates.DIRECTIONALITY, rates.STARTS),
-    "G11": Claimed(measures.LATE_SYMMETRY, "above", 0.05, rates.LATE_SYMMETRY),
-    "G12": Claimed(measures.LATE_DIRECTIONALITY, "below", 0.05, rates.LATE_DIRECTIONALITY),
-    "G13": Claimed(measures.LOSS, "below", 0.02),
-    "G14": Claimed(measures.SPEED, "above", 0.05),
-    "G30": Claimed(measures.MIDDLE, "below", 0.05, rates.MIDDLE),
-    "G31": Claimed(measures.SETTLING, "below", 0.05, rates.SETTLING),
+    "G9": Claimed(measures.SYMMETRY, "above", SCORE, rates.SYMMETRY, rates.STARTS),
+    "G10": Claimed(measures.DIRECTIONALITY, "above", SCORE, rates.DIRECTIONALITY, rates.STARTS),
+    "G11": Claimed(measures.LATE_SYMMETRY, "above", SCORE, rates.LATE_SYMMETRY),
+    "G12": Claimed(measures.LATE_DIRECTIONALITY, "below", SCORE, rates.LATE_DIRECTIONALITY),
+    "G13": Claimed(measures.LOSS, "below", LOSS),
+    "G14": Claimed(measures.SPEED, "above", STEPS),
+    "G30": Claimed(measures.MIDDLE, "below", SCORE, rates.MIDDLE),
+    "G31": Claimed(measures.SETTLING, "below", STEPS, rates.SETTLING),
 }
 
 

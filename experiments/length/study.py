@@ -18,7 +18,7 @@ from attnflow.bias.config import BiasConfig
 from attnflow.models import load_model
 from experiments.bias_comparison.arms import arm_of, count_trained, fitted
 from experiments.runner.experiment import Setup
-from experiments.runner.jobs import Job, Plan, Read, best_rate, choosing_loss, swept, tried_rates
+from experiments.runner.jobs import Job, Plan, Read, choosing_loss, rate_of, swept
 from experiments.runner.packing import Drawn, Packed
 from experiments.runner.text import TEST, VALIDATION, split_text
 from experiments.runner.training import Loop, cosine, train
@@ -91,11 +91,6 @@ def setup(config: Lengths) -> Setup:
     count = 1 + len(every.first) + len(config.arms) * len(config.seeds)
     about = {"works": TEST, "added": {arm: _added(model, arm, config) for arm in config.arms}}
     return Setup(Plan((Job(BASE), *every.first), then, count), run, about)
-
-
-def rate_of(arm: str, rates: Sequence[float], seeds: Sequence[int], read: Read) -> float:
-    """The rate with the lowest loss for choosing, in the mean of all seeds."""
-    return best_rate(arm, tried_rates(arm, rates, seeds, read), seeds, read, choosing_loss)
 
 
 @contextmanager

@@ -13,12 +13,11 @@ from attnflow._core.markup import aligned
 from experiments.length.study import BASE, MEASURED
 from experiments.runner.figures import canvas, colour, enlarge, label_ends, plot_band
 from experiments.runner.files import write, write_table
-from experiments.runner.jobs import DIVERGED, Job, Record, choosing_loss, chosen
+from experiments.runner.jobs import Job, Record, rates_of
 from experiments.runner.statistics import Array, detectable, said, student
 from experiments.runner.study import read_study
-from experiments.runner.verdict import decide
+from experiments.runner.verdict import LOSS, decide
 
-SMALLEST: Final = 0.02  # nats per token: the smallest effect that matters
 CONTRASTS: Final = (
     ("cumulative", "plain"),
     ("alibi added", "plain"),
@@ -32,11 +31,11 @@ def summarise(folder: Path, results: Path) -> str:
     """Write results.json, results.csv and figure.png, and return the table."""
     about, runs = read_study(folder)
     config = about["config"]
-    losses, rates = losses_of(runs, config), rates_of(runs, config)
+    losses, rates = losses_of(runs, config), rates_of(config, runs)
     ranges = positions(config)
     content = {
         "interval": "95 % of Student's t over seeds, paired; of the same rows",
-        "claimed": f"the loss is lower; smallest effect {SMALLEST} nats per token",
+        "claimed": f"the loss is lower; smallest effect {LOSS} nats per token",
         "seeds": len(config["seeds"]),
         "trained tokens": config["steps"] * config["batch_size"] * config["length"],
         "added": about["added"],
@@ -94,7 +93,7 @@ def _contrast(
 ) -> dict[str, Any]:
     each = np.subtract(_within(losses[one], span, config), _within(losses[other], span, config)).tolist()
     value = student(each)
-    decision = decide(value, "below", SMALLEST)
+    decision = decide(value, "below", LOSS)
     rows = (losses[one] - losses[other]).mean(axis=0)[None, :, :]
     return {
         "arm": one,
@@ -107,21 +106,6 @@ def _contrast(
         "verdict": decision.verdict,
         "tags": decision.tags,
     }
-
-
-def rates_of(runs: Sequence[Record], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arm -> the rate taken, whether it lies at the end of those tried, and the mean loss for choosing of each."""
-    swept = {Job(**run["job"]): run for run in runs if "measured" in run or DIVERGED in run}
-    table: dict[str, Any] = {}
-    for arm in config["arms"]:
-        best = chosen(arm, config["rates"], config["seeds"], swept, choosing_loss, len(config["seeds"]))
-        tried = {
-            f"{rate:g}": [choosing_loss(swept[Job(arm, rate, seed)]) for seed in config["seeds"]]
-            for rate in (best.tried if best else ())
-            if all(DIVERGED not in swept[Job(arm, rate, seed)] for seed in config["seeds"])
-        }
-        table[arm] = {"taken": best.rate if best else None, "at_end": best.at_end if best else None, "losses": tried}
-    return table
 
 
 def _cells(losses: Mapping[str, Array], config: Mapping[str, Any]) -> list[list[object]]:

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from experiments.reader.world import ABSENT, KINDS, WORDINGS
+from experiments.reader.summary import whole_answers
+from experiments.reader.world import KINDS
 from experiments.runner.experiment import Judgement
 from experiments.runner.statistics import student
 from experiments.runner.study import LINES, read_study
@@ -50,10 +51,4 @@ def judge_dilution(results: Path, alone: str, among: str) -> Sequence[Judgement]
 
 
 def _whole(ways: Sequence[Any], kind: str) -> float:
-    found = [
-        np.mean(row["whole"])
-        for way in ways
-        for row in way["answers"]
-        if row["kind"] == kind and row["wording"] == WORDINGS[0] and row["group"] not in ABSENT and "whole" in row
-    ]
-    return float(np.mean(found))
+    return float(np.mean([np.mean(answers) for way in ways for answers in whole_answers(way, kind)]))

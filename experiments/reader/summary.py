@@ -84,15 +84,22 @@ def gathered(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return made
 
 
+def whole_answers(way: Run, kind: str) -> list[Any]:
+    """Whether whole answers were right, about facts of a kind that are there, in the trained wording."""
+    return [
+        row["whole"]
+        for row in way["answers"]
+        if "whole" in row and (row["kind"], row["wording"]) == (kind, WORDINGS[0]) and row["group"] not in ABSENT
+    ]
+
+
 def ask_less_context(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Whole answers that `ask` gives beyond each context, in trained wordings, of facts that are there; by seed."""
     shares: dict[tuple[str, int, str], dict[int, float]] = {}
     for run in runs:
         for way in run.get("ways", ()):
             for kind in KINDS:
-                rows = [row["whole"] for row in way["answers"] if "whole" in row and row["kind"] == kind
-                        and row["wording"] == WORDINGS[0] and row["group"] not in ABSENT]  # fmt: skip
-                if rows:
+                if rows := whole_answers(way, kind):
                     shares.setdefault((way["way"], way["size"], kind), {})[run["job"]["seed"]] = float(np.mean(rows))
     found: list[dict[str, Any]] = []
     for (way, size, kind), own in shares.items():

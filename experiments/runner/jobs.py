@@ -142,6 +142,11 @@ def best_rate(
     return min(losses, key=losses.__getitem__)
 
 
+def rate_of(arm: str, rates: Sequence[float], seeds: Sequence[int], read: Read) -> float:
+    """The rate with the lowest loss for choosing, in the mean of all seeds."""
+    return best_rate(arm, tried_rates(arm, rates, seeds, read), seeds, read, choosing_loss)
+
+
 @dataclass(frozen=True)
 class Chosen:
     """A `swept` arm at the learning rate that its choosing seeds gave it."""
@@ -168,6 +173,21 @@ def chosen(
     of_best = {seed: runs.get(Job(arm, best, seed)) for seed in seeds}
     whole = {seed: run for seed, run in of_best.items() if run and DIVERGED not in run}
     return Chosen(best, tuple(tried), len(tried) > 1 and best in (tried[0], tried[-1]), whole)
+
+
+def rates_of(config: Mapping[str, Any], runs: Sequence[Record]) -> dict[str, Any]:
+    """What was tried for each arm: the loss for choosing of each seed at each rate, and the rate that was taken."""
+    trained = {Job(**run["job"]): run for run in runs if "measured" in run or DIVERGED in run}
+    seeds = config["seeds"]
+    table: dict[str, Any] = {}
+    for arm in config["arms"]:
+        losses: dict[str, list[float]] = {}
+        for job, run in sorted(trained.items(), key=lambda one: (one[0].rate or 0, one[0].seed or 0)):
+            if job.arm == arm:
+                losses.setdefault(f"{job.rate:g}", []).append(float("inf") if DIVERGED in run else choosing_loss(run))
+        best = chosen(arm, config["rates"], seeds, trained, choosing_loss, len(seeds))
+        table[arm] = {"taken": best.rate if best else None, "at_end": best.at_end if best else None, "losses": losses}
+    return table
 
 
 def _wider(best: float, tried: Sequence[float], rates: Sequence[float]) -> float | None:
