@@ -116,7 +116,7 @@ BUDGETS = {
     "geometry": 3_290,
     "knowledge": 8_763,
     "masks": 4_208,
-    "models": 6_055,
+    "models": 6_300,
     "order": 1_664,
     "report": 7_040,
     "studio": 760,

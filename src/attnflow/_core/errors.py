@@ -26,6 +26,10 @@ class UnsupportedArchitecture(AttnflowError):
     """A model lacks a part that this feature needs; the message names the part."""
 
 
+class RankFailed(AttnflowError, RuntimeError):
+    """What several processes do together failed on one of them; the message names its rank, on every rank."""
+
+
 class WrongBase(AttnflowError):
     """A saved bias, reader or other add-on belongs to another model."""
 
