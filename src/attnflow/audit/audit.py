@@ -19,15 +19,18 @@ from attnflow.audit.declared import Order, relation_of
 from attnflow.audit.decoding import DecodingComparison, DecodingPath, SteppedRunner, decoding_paths, step_lengths
 from attnflow.audit.fields import Fields, ProbePlan, batch_sets, plan
 from attnflow.audit.functions import Function, as_function, is_function
-from attnflow.audit.inputs import Inputs, read
+from attnflow.audit.inputs import Inputs, read, require_alone
 from attnflow.audit.passes import Recording, Runner, Watched
 from attnflow.audit.perturb import Prober
+from attnflow.audit.received import received
 from attnflow.audit.replay import asked_and_done, missing_pairs, remarks
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
 from attnflow.audit.rows import OutputLayout
+from attnflow.audit.shards import Shard, Shards
 from attnflow.audit.survey import survey
 from attnflow.masks.catalogue import causal
 from attnflow.models.passes.evaluation import evaluating, precision, unchanged
+from attnflow.models.passes.processes import sharded_over, together, world
 from attnflow.models.subject import Loaded, Subject, own_name
 
 _DRAWS: Final = 4  # of the sequences that a function is tested for crosstalk with
@@ -40,6 +43,8 @@ def check(
     order: Order = None,
     mode: Mode = "perturb",
     *,
+    shard: Shard = None,
+    against: nn.Module | Loaded | Callable[..., object] | None = None,
     cache: bool | Sequence[int] = False,
     both_sides: bool | None = None,
     passes: int = 32,
@@ -57,6 +62,10 @@ def check(
     For a function, only its return value is watched: element i of a score per token may depend on tokens up to its own
     label. State kept between calls is found by calling the function, and a copy of it, in another order.
 
+    On several processes (torch.distributed) every rank calls `check` with the same inputs, and all get the same report.
+    A function is then a parallel step: it returns what this rank has, and all of it is audited. A model whose
+    parameters are sharded (FSDP2, tensor parallelism) runs on its ranks together. An error of one rank reaches all.
+
     Args:
         model: a module that takes token ids or embeddings, a result of `af.load_model`, or a function of token ids. A
             module is run in eval mode; its training flags, parameters, hooks and the random generators are restored.
@@ -71,6 +80,11 @@ def check(
             for each sequence, or `per_head([...])`, the union of its heads. "mask" takes the pairs of the
             `attention_mask` among the inputs. None takes what the inputs and the model declare (see
             `declared_order`), and causal for a function. Positions of an encoder-decoder are numbered encoder first.
+        shard: of a step on several processes, the positions that this rank returns: a slice or indices of the last axis
+            of the ids, "contiguous", "zigzag" (rank r of W has chunks r and 2 W - 1 - r), or (rows, positions) where
+            ranks have rows of their own. None if each rank returns all positions, as the stages of a pipeline do.
+        against: a step's reference on one process: a module or a function of the same inputs. Positions where outputs
+            differ by more than rounding are violations. It finds what no order forbids, as positions that restart.
         mode: "perturb" changes inputs and watches every module; "quick" changes a few, watches only layers, and
             continues with "perturb" only if something changed.
         cache: also audit prefill and decoding by perturbation, and compare them with the full forward: True for a
@@ -90,6 +104,7 @@ def check(
         UnsupportedArchitecture: no order is given or declared, or no output has a sequence axis.
         ValueError: the inputs are empty, the order has another size, or a length looks like a width.
         TypeError: inputs, order or arguments have a wrong type.
+        RankFailed: the step failed on some ranks, or a rank did not call `check`.
 
     Cost: passes + 5 + 2 log2(batch) forward passes, 5 more for missing pairs (3 n with `both_sides=True`), and
     log2(n) + 4 for each violation, at most 17 more where a choice of the model differs. Memory holds the outputs of all
@@ -104,12 +119,38 @@ def check(
     if is_function(model):
         if cache is not False or mode == "quick" or both_sides:
             raise ValueError("a function is audited by what it returns: leave out cache=, both_sides= and mode='quick'")
-        model, inputs = as_function(model, inputs)
+        ranks, (model, inputs) = world(), as_function(model, inputs)
+    else:
+        ranks = sharded_over(Subject.of(cast("nn.Module | Loaded", model)).model)
+        if shard is not None or against is not None:
+            raise ValueError("shard= and against= are of a step: pass a function of the inputs in place of the model")
     subject = Subject.of(cast("nn.Module | Loaded", model)).inside
-    with unchanged(subject.model), evaluating(subject.model), precision(subject.model, dtype):
-        options = AuditOptions(mode, cache, both_sides, passes, watch, seed, progress or _in_silence)
-        report = audited(read(subject, inputs).in_precision(dtype), order, options)
+    options = AuditOptions(mode, cache, both_sides, passes, watch, seed, progress or _in_silence)
+    with together(ranks, "audit.check") as processes:
+        if processes is not None:
+            processes.require_same("inputs", subject.named(inputs))
+        with unchanged(subject.model), evaluating(subject.model), precision(subject.model, dtype):
+            call = replace(read(subject, inputs).in_precision(dtype), processes=processes)
+            if not isinstance(subject.model, Function):
+                require_alone(call)
+            elif ranks or shard is not None or against is not None:
+                subject.model.on(Shards(processes, shard if ranks or shard is not None else slice(None)))
+            report = audited(call, order, options)
+            if isinstance(subject.model, Function) and subject.model.shards is not None:
+                report = _of_all_ranks(report, subject.model, call, against, seed)
     return replace(report, seconds=time.perf_counter() - began)
+
+
+def _of_all_ranks(report: AuditReport, step: Function, call: Inputs, against: Any, seed: int) -> AuditReport:
+    """The report of a step with ranks' names, what the reference does otherwise, and what no rank returned."""
+    shards, notes = cast(Shards, step.shards), report.notes
+    violations = report.violations
+    if against is not None:
+        reference = against.model if isinstance(against, Loaded) else against
+        violations += tuple(step.beside(reference, call.kwargs, seed))
+        notes += ("outputs were compared with a reference on one process",)
+    named = tuple(map(shards.named, violations))
+    return replace(report, violations=named, untested=report.untested + tuple(shards.doubts), notes=notes)
 
 
 def _in_silence(done: int, total: int, what: str) -> None:
@@ -279,6 +320,8 @@ class Auditor:
     def report(self, order: str, mode: Mode) -> AuditReport:
         untested, unsure = self._outputs()
         breaks, plan = {violation.module for violation in self.violations}, self._plan()
+        if self.apart and not plan.forbidden:
+            unsure.append("no sequence moves with another one")
         dirty = set(map(own_name, self.dirty))
         modules: dict[str, ModuleResult] = {}
         for key, event in (self.base or {}).items():
@@ -304,51 +347,11 @@ class Auditor:
         )
 
     def _outputs(self) -> tuple[list[str], list[str]]:
-        """(what the caller receives and was not tested, so that nothing is clean; notes on other outputs)."""
-        relation, slots = self.fields.relation, self.call.slots
+        relation = self.fields.relation
         field = self.fields.at(-1 if relation.repeat else len(relation.layers))
         whole = bool((field | self.pads[:, :, None] | self.pads[:, None, :]).all())  # only padding is forbidden
-        turned = {layout.shape[::-1] for layout in self.layouts.values() if layout.form == "related columns"}
         mixed = any(violation.kind == "batch" for violation in self.violations)
-        positions = any(layout.aligned for layout in self.layouts.values())
-        untested, notes = list[str](), list[str]()
-        for path, layout in self.layouts.items():
-            name, shape = path.lstrip(".") or "the output", layout.shape
-            if layout.form == "pooled" and shape in turned and shape[0] != shape[1]:  # others may be square
-                layout = layout._replace(form="related")
-            if layout.related and not mixed and max(shape) > 1:
-                words = f"relates rows by design: {self._rows_of(layout)}; an entry may depend on both of its rows"
-                notes.append(f"{name} {list(shape)} {words}, and on no other")
-            if path in self.short:
-                (notes if positions else untested).append(f"{name} {self.short[path]}: it is pooled from earlier ones")
-            elif layout.aligned and layout.rows > 1 and layout.rows not in {slot.length for slot in slots}:
-                first = min(layout.offset - slot.offset for slot in slots if slot.offset <= layout.offset)
-                place = f"i + {first}" if first else "i"
-                notes.append(f"{name} has {layout.rows} rows: row i was read as position {place}")
-            if path in self.short or layout.aligned or (layout.pooled and layout.sure and whole):
-                continue
-            moves = path in self.moved or not layout.sure
-            kept = "; sequences were kept apart" if self.apart else ""
-            why = layout.why or f"has shape {list(shape)}, without an axis of positions{kept}"
-            summary = layout.sure and (not shape or layout.pooled or layout.related)
-            if not positions or (moves and not summary):
-                untested.append(f"{name} {why}")
-            elif moves and layout.form == "unknown":
-                notes.append(f"not tested: {name} {why}")
-        if not self.layouts:
-            untested.append(f"{self.call.subject.kind} returns no tensor")
-        if self.apart and not self._plan().forbidden:
-            notes.append("no sequence moves with another one")
-        return untested, notes
-
-    def _rows_of(self, layout: OutputLayout) -> str:
-        here, beside = self.call.slots[-1].title, self.call.beside.items()
-        if layout.form == "pairs":
-            return f"[rows of {here}, rows of {here}]"
-        rows = layout.shape[layout.form == "related"]
-        other = " or ".join(name for name, value in beside if len(value) == rows)
-        names = (here, other) if layout.form == "related" else (other, here)
-        return "[{}]".format(", ".join(f"rows of {name}" for name in names))
+        return received(self.call, self.layouts, self.short, self.moved, apart=self.apart, mixed=mixed, whole=whole)
 
     def _accept(self, runner: Runner, base: Recording) -> None:
         self.base, self.layer_calls, self.skipped = base, runner.layer_calls, runner.skipped

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from attnflow.audit.inputs import Inputs, fresh
+from attnflow.audit.report import Violation
 from attnflow.audit.rows import leaves
+from attnflow.audit.shards import Shards
 from attnflow.models.passes.evaluation import seed_all
 from attnflow.models.subject import Loaded
 
@@ -55,6 +57,7 @@ class Function(nn.Module):
         self.labels: list[int] = []  # the tokens that fewer than n - 1 numbers score; empty if there are as many
         self.size: tuple[int, ...] = ()  # of the tokens
         self.twin: Function | None = None  # a copy that was never called; None if none can be made
+        self.shards: Shards | None = None  # puts together what several processes return
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return (parameter for module in self.held for parameter in module.parameters(recurse=False))
@@ -64,22 +67,29 @@ class Function(nn.Module):
 
     def forward(self, **kwargs: Any) -> dict[str, object]:
         if self.name is None:
-            args, named = tuple(kwargs.values()), {}
+            (tokens,) = args = tuple(kwargs.values())
+            named, size = {}, tokens.shape[-1]
         else:
             tokens = cast(Tensor, kwargs[self.name])
             size = min([tokens.shape[-1], *(follower.values.shape[-1] for follower in self.followers.values())])
             followers = {name: follower.of(tokens) for name, follower in self.followers.items()}
             args, named = (), {**kwargs, self.name: tokens[..., :size], **followers}
-        with torch.enable_grad():  # it may train
-            output = _numbers(self.call(*args, **named))
-        returned: dict[str, object] = {}
-        for path, value in leaves(output, lambda path, value: returned.update({path.lstrip(".") or "output": value})):
-            returned[path.lstrip(".") or "output"] = value
+        if self.shards is None:
+            returned = self._returned(*args, **named)
+        else:
+            rows = tokens.numel() // tokens.shape[-1]
+            returned = self.shards.called(lambda: self._returned(*args, **named), (rows, size))
+            if tokens.ndim == 1:
+                returned = {n: v[0] if isinstance(v, Tensor) and v.ndim else v for n, v in returned.items()}
         for name in self.ahead & set(returned):
             value = returned[name]
             if isinstance(value, Tensor) and value.numel() == np.prod(self.size):
                 returned[name] = value.reshape(self.size)[..., :-1]
         return {name: self._at_labels(value) for name, value in returned.items()} if self.labels else returned
+
+    def _returned(self, *args: Any, **named: Any) -> dict[str, object]:
+        with torch.enable_grad():  # it may train
+            return named_leaves(_numbers(self.call(*args, **named)))
 
     def _at_labels(self, value: object) -> object:
         """Fewer than n - 1 numbers, among zeros at the labels that nothing scores."""
@@ -89,6 +99,27 @@ class Function(nn.Module):
         full = value.new_zeros(*self.size[:-1], self.size[-1] - 1)
         full[..., torch.tensor(self.labels) - 1] = value.reshape(shape)
         return full
+
+    def on(self, shards: Shards) -> None:
+        """Put together what several processes return, of the copy as well."""
+        for function in (self, self.twin):
+            if function is not None:
+                function.shards = shards
+
+    def beside(self, reference: Callable[..., object], kwargs: Mapping[str, Any], seed: int) -> list[Violation]:
+        """Where the outputs differ from those of a reference, which the first rank alone computes."""
+        assert self.shards is not None
+        processes, other = self.shards.processes, Function(reference, self.followers, self.name)
+        other.ahead, other.size = self.ahead, self.size
+        first = processes is None or processes.rank == processes.ranks[0]
+
+        def alone(call: Function) -> dict[str, object]:
+            seed_all(seed)
+            return call(**fresh(kwargs))
+
+        with torch.no_grad():
+            expected = self.shards.run(lambda: alone(other) if first else {})[0]
+            return self.shards.beside(alone(self), expected, type(self).__name__)
 
     def align(self, inputs: Inputs, seed: int) -> tuple[str, ...]:
         """Read off three calls which of n numbers score the next token: the last never moves; why nothing is tested."""
@@ -120,6 +151,14 @@ class Function(nn.Module):
                 "not read them, or answers with what it remembers of a sequence that begins alike",
             )
         return ()
+
+
+def named_leaves(output: object) -> dict[str, object]:
+    """{path: what a call returned there}."""
+    returned: dict[str, object] = {}
+    for path, value in leaves(output, lambda path, value: returned.update({path.lstrip(".") or "output": value})):
+        returned[path.lstrip(".") or "output"] = value
+    return returned
 
 
 def _differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

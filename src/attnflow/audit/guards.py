@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.checks import integer
-from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
+from attnflow._core.errors import AttnflowError, LeakFound, RankFailed, UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow._core.per_thread import untraced
@@ -24,7 +24,7 @@ from attnflow.audit.audit import AuditOptions, audited
 from attnflow.audit.batch.alone import compare_alone
 from attnflow.audit.batch.cutting import attached_masks
 from attnflow.audit.declared import Order
-from attnflow.audit.inputs import LOSS_ARGUMENTS, Inputs, fresh, read, with_decoder_inputs
+from attnflow.audit.inputs import LOSS_ARGUMENTS, Inputs, fresh, read, require_alone, with_decoder_inputs
 from attnflow.audit.packing import BOUNDARIES
 from attnflow.audit.report import AuditReport, Violation
 from attnflow.masks.batches import MaskGrid
@@ -38,6 +38,7 @@ from attnflow.models.passes.evaluation import (
     refusal,
     unchanged,
 )
+from attnflow.models.passes.processes import Peers, Processes, digest, on_device, sharded_over, together, world
 from attnflow.models.subject import Loaded, Subject
 
 _LOG: Final = logging.getLogger("attnflow.audit")
@@ -52,6 +53,7 @@ class Guard(Handle):
         model: the model.
         reports: one report for each audit so far.
         refusals: {number of the call: why it could not be audited}, with `on_leak="log"`.
+        elsewhere: {rank: what its audits found}, on several processes.
     """
 
     def __init__(
@@ -60,17 +62,20 @@ class Guard(Handle):
         super().__init__(model)
         self.reports: list[AuditReport] = []
         self.refusals: dict[int, str] = {}
+        self.elsewhere: dict[int, str] = {}
+        self._peers = Peers() if world() else None
         self._every, self._on_leak, self._passes, self._sequences = every, on_leak, passes, sequences
         self._order: Order = order
         self._calls, self._turns = 0, Turns()
         self._hooks = (
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),  # before FSDP gathers
             model.register_forward_hook(self._after, always_call=True),
         )
 
     @property
     def ok(self) -> bool:
-        return bool(self.reports) and not self.refusals and all(report.ok for report in self.reports)
+        fine = bool(self.reports) and not self.refusals and all(report.ok for report in self.reports)
+        return fine and not self.elsewhere
 
     def results(self) -> Sequence[AuditReport]:
         """The reports of all audits so far."""
@@ -99,36 +104,77 @@ class Guard(Handle):
 
     def _check(self, call: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Audit a call before it runs, while other threads wait: its passes watch modules and replace buffers."""
+        found, raised = "", None
         try:
             with self._turns.alone():
-                report = self._audit(model, args, kwargs)
+                reports = self._on_all_ranks(model, args, kwargs)
+            self._log(call, reports)
+            leaks = [f"{of}{report.violations[0]}" for of, report in reports if report.violations]
+            witness = next((report.violations[0] for _, report in reports if report.violations), None)
+            found = next(iter(leaks), "")
+            if witness is not None and self._on_leak == "raise":
+                places = () if witness.source is None else (witness.source, witness.target)
+                raised = LeakFound(found, places)
         except (AttnflowError, *REFUSALS) as error:
-            if self._on_leak == "raise":
-                raise
-            self.refusals[call] = str(error)  # who wants a log does not want the run to end
-            _LOG.warning("call %d could not be audited: %s", call, error)
-            return
-        self.reports.append(report)
-        if self._on_leak == "raise":
-            report.raise_if_leaks()
-        cost = f"{report.forward_passes} passes in {report.seconds:.1f} s"
-        if report.violations:
-            _LOG.warning("call %d leaks (%s): %s", call, cost, report.violations[0])
-        else:
-            _LOG.info("call %d: %s (%s; %s)", call, report.verdict, report.order, cost)
+            found, raised = f"call {call} could not be audited: {error}", error
+            if self._on_leak == "log":  # who wants a log does not want the run to end
+                self.refusals[call] = str(error)
+                _LOG.warning("%s", found)
+        self._tell(call, found, raised)
 
-    def _audit(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AuditReport:
-        signature, masks = inspect.signature(model.forward), attached_masks(model)
-        call = dict(signature.bind_partial(*args, **kwargs).arguments)
-        for name, parameter in signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                call |= call.pop(name, {})
+    def _tell(self, call: int, found: str, raised: Exception | None) -> None:
+        """Tell other ranks what was found here, and raise what was found anywhere."""
+        others: dict[int, str] = {}
+        if self._peers is not None:
+            told = self._peers.exchange(f"call {call}", found)
+            others = {rank: words for rank, words in told.items() if words and rank != self._peers.rank}
+            others |= dict.fromkeys(self._peers.absent, "no guard, or it did not reach this call")
+        if raised is not None and self._on_leak == "raise":
+            raise raised
+        for rank, words in others.items():
+            self.elsewhere.setdefault(rank, words)
+            _LOG.warning("rank %d: %s", rank, words)
+        leaks = [
+            f"rank {rank}: {words}" for rank, words in others.items() if rank not in cast(Peers, self._peers).absent
+        ]
+        if leaks and self._on_leak == "raise":
+            raise RankFailed(leaks[0])
+
+    def _log(self, call: int, reports: Sequence[tuple[str, AuditReport]]) -> None:
+        for of, report in reports:
+            self.reports.append(report)
+            cost = f"{report.forward_passes} passes in {report.seconds:.1f} s"
+            if report.violations:
+                _LOG.warning("call %d leaks (%s): %s%s", call, cost, of, report.violations[0])
+            else:
+                _LOG.info("call %d: %s%s (%s; %s)", call, of, report.verdict, report.order, cost)
+
+    def _on_all_ranks(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, AuditReport]]:
+        """The reports of a call: of its own batch, or of the batches of all ranks that run a sharded model together."""
+        call = _named(model, args, kwargs)
+        with together(sharded_over(model), "a guarded model") as processes:
+            if processes is None:
+                return [("", self._audit(model, call))]
+            calls = processes.gather(call)
+            kept = {digest(given): rank for rank, given in reversed([*zip(processes.ranks, calls, strict=True)])}
+            device, reports = Subject(model).device, list[tuple[str, AuditReport]]()
+            for rank, given in zip(processes.ranks, calls, strict=True):
+                if kept[digest(given)] == rank:
+                    report = self._audit(model, on_device(given, device), processes)
+                    reports.append((f"batch of rank {rank}: ", report))
+            return reports
+
+    def _audit(self, model: nn.Module, call: dict[str, Any], processes: Processes | None = None) -> AuditReport:
+        masks = attached_masks(model)
         # Where each sequence of the batch has a mask of its own, none can be left out.
         sequences = None if any(mask.forms.shape[0] > 1 for mask in masks) else self._sequences
         order = self._order if sequences is None else _of_first(self._order, sequences)
         began = time.perf_counter()
         with unchanged(model), examining(model):
-            batch = read(Subject(model), without_loss(model, call, sequences))
+            batch = replace(read(Subject(model), without_loss(model, call, sequences)), processes=processes)
+            require_alone(batch)
             report = _in_its_mode(batch, order, self._passes)
             if self._order is None and not report.violations and not masks:
                 report = _with_rows_alone(batch, report)
@@ -171,6 +217,9 @@ def guard(
     `Trainer`. A leak stops the run before its first step. The audit restores training flags, random generators and
     gradients, so that each batch is computed exactly as without the guard.
 
+    On several processes, put it on each rank. Each audits its own batch, and what one finds reaches all. The batches of
+    ranks that hold one model together (FSDP2, tensor parallelism) are audited by all of them, one after the other.
+
     Args:
         model: any module that is called with token ids or embeddings, or a result of `af.load_model`.
         every: also audit each call whose number is a multiple of this; None for only the first call.
@@ -186,6 +235,7 @@ def guard(
 
     Raises:
         LeakFound: the model is called with a batch that leaks; the error's witness is (source, target).
+        RankFailed: another rank found a leak, or could not audit its batch.
         UnsupportedArchitecture: the model is called and declares no order: give `order`.
 
     Cost: about passes + 6 forward passes over `sequences` rows for each audit, and up to five of parts of them that
@@ -198,6 +248,15 @@ def guard(
     integer("passes", passes, 1)
     integer("sequences", sequences, 1)
     return Guard(Subject.of(model).inside.model, every, on_leak, order, passes, sequences)
+
+
+def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    signature = inspect.signature(model.forward)
+    call = dict(signature.bind_partial(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            call |= call.pop(name, {})
+    return call
 
 
 def _in_its_mode(inputs: Inputs, order: Order, passes: int) -> AuditReport:

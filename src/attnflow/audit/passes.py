@@ -18,6 +18,7 @@ from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Inputs, Slot, Variation, fresh
 from attnflow.audit.rows import Frame, OutputLayout, arranged, canonical, layout_of, leaves, settled
 from attnflow.models.passes.evaluation import seed_all
+from attnflow.models.passes.processes import splits_features, whole
 from attnflow.models.passes.watching import Arguments, Call, Watch
 from attnflow.models.subject import own_name
 
@@ -94,16 +95,18 @@ class Tracer:
             self._receive(call, root)
             return
         layer = self._open[-1][1] if self._open else None
-        for leaf, tensor in leaves(root):
+        for leaf, part in leaves(root):
+            tensor = whole(part)
             rows = canonical(tensor, self.frame, call.name in self.layers or not call.name, layer is not None)
             if isinstance(rows, str):
                 self.runner.skipped[call.name] = rows
             elif rows is not None:
                 key = Key(self.step, call.name, call.number, side, leaf)
                 label = own_name(blame) or self.runner.inputs.subject.kind
+                values = self.runner.joined(rows[0])
                 if side == "out":
-                    self._inside[rows[1]] = rows[0]
-                self.visit(Event(key, label, layer, self.depth, rows[1], rows[0], tensor))
+                    self._inside[rows[1]] = values
+                self.visit(Event(key, label, layer, self.depth, rows[1], values, tensor))
 
     def _receive(self, call: Call, root: object) -> None:
         layouts = self.runner.layouts
@@ -115,7 +118,8 @@ class Tracer:
                 why = f"is a {type(value).__name__}, which is not looked into"
                 layouts[path] = OutputLayout("unknown", why=why, sure=single)
 
-        for path, tensor in leaves(root, unknown):
+        for path, part in leaves(root, unknown):
+            tensor = whole(part)
             if tensor.is_meta:
                 why = "is on the meta device, which holds no numbers"
                 layouts[path] = OutputLayout("unknown", shape=tuple(tensor.shape), why=why, sure=False)
@@ -125,7 +129,7 @@ class Tracer:
                 layout = layout._replace(form="unknown", why="has another shape after inputs change")
             layouts[path] = layout
             key = Key(self.step, call.name, call.number, "out", path)
-            rows, name = arranged(tensor, layout, self.frame), self.runner.inputs.subject.kind
+            rows, name = self.runner.joined(arranged(tensor, layout, self.frame)), self.runner.inputs.subject.kind
             name = name if layout.aligned else f"{name}{path}"
             self.visit(Event(key, name, None, self.depth, layout.offset, rows, tensor, not layout.aligned))
 
@@ -147,6 +151,9 @@ class Runner:
         self.layer_names = {name: index for name, index in inputs.subject.layers.items() if name in inputs.layers}
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.frame = frame_of(inputs)
+        several = inputs.processes is not None and splits_features(model)
+        # what each rank holds of one activation, side by side, so that all ranks judge the same numbers
+        self.joined = inputs.processes.joined if inputs.processes is not None and several else _as_they_are
 
     def run(self, call: Variation, visit: Callable[[Event], None]) -> None:
         seed_all(self.seed)
@@ -200,6 +207,10 @@ class Runner:
 
         self.run(call, keep)
         return events, not rewritten and all(tensor._version == version for tensor, version in seen.values())
+
+
+def _as_they_are(values: Tensor) -> Tensor:
+    return values
 
 
 def frame_of(inputs: Inputs) -> Frame:

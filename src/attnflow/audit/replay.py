@@ -24,6 +24,7 @@ from attnflow.audit.rows import Frame, canonical
 from attnflow.audit.survey import CallSurvey, LayerCall
 from attnflow.models.anatomy.mixing import attends, moves_between_positions
 from attnflow.models.passes.evaluation import REFUSALS, precision, refusal
+from attnflow.models.passes.processes import stores_shards
 from attnflow.models.passes.watching import Call, calls_of
 from attnflow.models.subject import unwrapped
 
@@ -76,6 +77,11 @@ class ReplayedLayer:
 
 def replayed(inputs: Inputs, call: Call, generator: torch.Generator) -> list[ReplayedLayer]:
     """A layer call as a function of each input with information: its first tensor, and a decoder's encoder states."""
+    if any(map(stores_shards, inputs.model.modules())):
+        raise UnsupportedArchitecture(
+            "FSDP gathers weights only in calls of the whole model, so that no layer runs alone: measure the model "
+            "with by='output', or load it on one process"
+        )
     frame, arguments = frame_of(inputs), call.arguments()
     names = [name for name in arguments if name in (next(iter(arguments)), *_CARRIERS)]
     tensors = {name: value for name in names if isinstance(value := arguments[name], Tensor)}

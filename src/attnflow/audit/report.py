@@ -13,7 +13,7 @@ from attnflow.audit.choices import Through
 
 _AROUND = 4  # ids shown on each side of those that differ
 _SHOWN = 215  # characters: pytest cuts a message at 240, the last line included
-Kind = Literal["order", "batch", "cache", "state", "missing", "sum", "request", "padding", "alone"]
+Kind = Literal["order", "batch", "cache", "state", "missing", "sum", "request", "padding", "alone", "reference"]
 Verdict = Literal["clean", "leak", "nothing tested"]
 Mode = Literal["perturb", "quick"]
 
@@ -27,6 +27,7 @@ _MEANING: dict[Kind, str] = {
     "request": "the mask that the model asks for is not the one that its configuration and the inputs describe",
     "padding": "the target moves with padding of another input, which a mask among the inputs hides",
     "alone": "the row or document that begins or holds the target has other outputs alone (`check_alone`)",
+    "reference": "the target has other values than the reference on one process (`against=`)",
 }
 
 
@@ -40,7 +41,8 @@ class Violation:
             and nothing passes; `check(both_sides=True)`), "sum" (probabilities above one; `check_scores`), "request"
             (the model asks transformers for another mask than its configuration and the inputs describe), "padding"
             (padding of another input, such as encoder states, is read) or "alone" (a row or document reads in its
-            batch what it does not have alone; `guard`).
+            batch what it does not have alone; `guard`) or "reference" (a step on several processes returns other
+            values than its reference on one; `check(against=)`).
         layer: index of the layer that holds `module`; None before the first layer, after the last and between layers.
         module: dotted name of the innermost module whose inputs are clean and whose output breaks the order. For the
             model's own output it is the model's class, with the name of an output that has no axis of positions.
@@ -59,6 +61,7 @@ class Violation:
         through: "choices" if the target moves only with what the model chooses (a top-k, a comparison), "values" if it
             also moves with these choices held, "values and choices" if either moves it alone; "" if no choice differs.
         vote: the first choice that moves the target alone: its operator, and the file and line that called it.
+        ranks: the ranks that hold target and source, in words, of a step on several processes.
     """
 
     kind: Kind
@@ -76,6 +79,7 @@ class Violation:
     why: str = ""
     through: Through = ""
     vote: str = ""
+    ranks: str = ""
 
     def __str__(self) -> str:
         if self.kind == "missing":
@@ -88,12 +92,18 @@ class Violation:
         if self.kind == "request":
             pair = f"position {self.target} and key {self.source}, sequence {self.target_row}"
             return f"request: {where}: {self.why}; first {pair}"
+        if self.kind == "reference":
+            return f"reference: {where}: differs by up to {self.change:.3g} at {self.why}{self._on_ranks()}"
         rows = "" if self.source_row == self.target_row or self.source_row is None else f" of row {self.source_row}"
         row = f" of row {self.target_row}" if self.kind == "batch" else ""
         cause = "" if self.source is None else f" with position {self.source}{rows}"
         cause = f"{cause} of {self.why}" if cause and self.why else cause or (self.why and f" with {self.why}")
         way = f" through {self.through}" * (self.through != "") + f": {self.vote}" * (self.vote != "")
-        return f"{self.kind}: {where}: position {self.target}{row} moves{cause} by {self.change:.3g}{way} [{self.path}]"
+        moves = f"position {self.target}{row} moves{cause} by {self.change:.3g}{way}"
+        return f"{self.kind}: {where}: {moves} [{self.path}]{self._on_ranks()}"
+
+    def _on_ranks(self) -> str:
+        return f" ({self.ranks})" * bool(self.ranks)
 
     def shown(self) -> list[str]:
         """The two contexts and the numbers, one line each; none unless the target is one number."""
@@ -219,7 +229,7 @@ class AuditReport(Result):
             kinds = {violation.kind: _MEANING[violation.kind] for violation in self.violations}
             lines += [f"{kind}: {meaning}" for kind, meaning in kinds.items()]
             lines += [line for violation in self.violations for line in violation.shown()]
-            lines += [str(violation) for violation in self.violations if violation.why]
+            lines += [str(violation) for violation in self.violations if violation.why or violation.ranks]
             carried = sum(result.status == "carries" for result in self.modules)
             lines += [f"{carried} later module outputs carry it on"] if carried else []
         if self.skipped:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from attnflow._core.threads import alone_with
 from attnflow.models.loading.offload import device_of
+from attnflow.models.passes.processes import stores_shards
 
 _examined: Final = ContextVar("_examined", default=False)
 _DROPOUTS: Final = (
@@ -135,11 +136,13 @@ def unchanged(model: nn.Module) -> Generator[None]:
                         buffer.copy_(value)
 
 
-def _gathered_freed(model: nn.Module) -> None:
-    """Let modules that FSDP shards hold their shards, as it may have gathered parameters in a first call."""
-    for module in model.modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
-            cast(Any, module).reshard()
+def _gathered_freed(model: nn.Module) -> set[int]:
+    """Let FSDP modules hold their shards, as a first call may have gathered them; the ids of the parameters there."""
+    stored: set[int] = set()
+    for module in filter(stores_shards, model.modules()):
+        cast(Any, module).reshard()
+        stored.update(map(id, module.parameters()))
+    return stored
 
 
 @contextmanager
@@ -147,21 +150,58 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
     """Hold parameters and buffers in `dtype`; the very same tensors are put back. None changes nothing.
 
     In float64, conversions to float32 in the model's code (norms, softmax, rotary embeddings) give float64 too; they
-    would limit results to about 1e-7. Costs a second copy of the parameters.
+    would limit results to about 1e-7. Costs a second copy of the parameters; those that FSDP stores in shards are
+    converted for the call of the module that holds them.
     """
-    tensors = [] if dtype is None else [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    saved = [(tensor, tensor.data) for tensor in tensors]
+    if dtype is None:
+        yield
+        return
+    stored = _gathered_freed(model)
     owners = [(module._parameters, dict(module._parameters)) for module in model.modules()]  # offload replaces them
-    try:
-        for tensor in tensors:
-            tensor.data = tensor.data.to(dtype)
-        with _Float64() if dtype == torch.float64 else nullcontext():
-            yield
-    finally:
-        for tensor, data in saved:
-            tensor.data = data
-        for parameters, before in owners:
-            parameters.update(before)
+    tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point())
+    saved = [(tensor, tensor.data) for tensor in tensors if not hasattr(tensor, "device_mesh")]
+    with ExitStack() as stack:
+        try:
+            for tensor, data in saved:
+                tensor.data = data.to(dtype)
+            for module in model.modules():
+                _convert_sharded(module, stored, dtype, stack)
+            with _Float64() if dtype == torch.float64 else nullcontext():
+                yield
+        finally:
+            for tensor, data in saved:
+                tensor.data = data
+            if stored:
+                _gathered_freed(model)
+            for parameters, before in owners:
+                parameters.update(before)
+
+
+def _convert_sharded(module: nn.Module, stored: set[int], dtype: torch.dtype, stack: ExitStack) -> None:
+    """Convert the sharded parameters of one module: at once, or for each of its calls, when FSDP has gathered them."""
+    sharded = {
+        name: parameter
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_floating_point() and hasattr(parameter, "device_mesh")
+    }
+    gathered = [name for name, parameter in sharded.items() if id(parameter) in stored]
+    module._parameters |= {n: _converted(p, dtype) for n, p in sharded.items() if n not in gathered}
+    held: list[dict[str, Any]] = []
+
+    def before(module: nn.Module, *_: object) -> None:
+        held.append({name: module._parameters[name] for name in gathered})
+        module._parameters |= {name: _converted(cast(Tensor, module._parameters[name]), dtype) for name in gathered}
+
+    def after(module: nn.Module, *_: object) -> None:
+        module._parameters |= held.pop()
+
+    if gathered:
+        stack.callback(module.register_forward_pre_hook(before).remove)
+        stack.callback(module.register_forward_hook(after, prepend=True, always_call=True).remove)
+
+
+def _converted(parameter: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
 
 
 @contextmanager

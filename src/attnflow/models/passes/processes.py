@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,15 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnflow._core.errors import RankFailed
 from attnflow._core.markup import plural
 
 LIMIT: Final = timedelta(minutes=5)  # for all ranks to begin a look at a model
+BEGIN: Final = timedelta(minutes=1)  # for other ranks to take part
 GRACE: Final = timedelta(seconds=15)  # for other ranks to arrive, after an error, before they are released
 _LENGTH: Final = 300  # of an error's text
 T = TypeVar("T")
 _met: Counter[tuple[int, ...]] = Counter()
+_groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # and the launch that it is of
 
 
 class _Answer(NamedTuple):
@@ -42,12 +46,14 @@ def sharded_over(model: nn.Module) -> tuple[int, ...]:
     return tuple(sorted(ranks)) if len(ranks) > 1 else ()
 
 
+def stores_shards(module: nn.Module) -> bool:
+    """Whether FSDP2 keeps the module's parameters in shards, and gathers them for each of its calls."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
 def splits_features(model: nn.Module) -> bool:
     """Whether ranks compute parts of one activation (tensor or sequence parallelism); FSDP only stores in parts."""
-    stored: set[int] = set()
-    for module in model.modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
-            stored.update(map(id, module.parameters()))
+    stored = {id(parameter) for module in filter(stores_shards, model.modules()) for parameter in module.parameters()}
     for parameter in model.parameters():
         shards = sum(placement.is_shard() for placement in getattr(parameter, "placements", ()))
         if shards > (id(parameter) in stored):
@@ -58,7 +64,9 @@ def splits_features(model: nn.Module) -> bool:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that is sharded (DTensor), gathered by a collective that all its ranks must call."""
     gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+    tensor = tensor if gather is None else gather()
+    wait = getattr(tensor, "trigger_wait", None)  # the result of a collective may still be on its way
+    return tensor if wait is None else wait()
 
 
 class Processes:
@@ -82,18 +90,21 @@ class Processes:
                 f"{int(LIMIT.total_seconds())} s: call it on each of the {len(self.ranks)} processes, as they run the "
                 "model together"
             )
-        group = dist.new_group(list(self.ranks), backend="gloo", use_local_synchronization=True)
-        self._group = cast("dist.ProcessGroup", group)
-
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        self._group = _group_of(self.ranks)
 
     def gather(self, value: T) -> list[T]:
         """The value of each rank, in the order of `ranks`; tensors arrive on the CPU."""
-        values: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(values, _on_cpu(value), group=self._group)
-        return values
+        try:
+            sent = pickle.dumps(_Answer("", _on_cpu(value)))
+        except Exception as error:  # what an object of the user's raises; other ranks wait, so they are told
+            sent = pickle.dumps(_Answer(f"what it computed cannot be sent to other ranks ({_words(error)})", None))
+        received: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(received, sent, group=self._group)
+        answers: list[_Answer] = [pickle.loads(content) for content in received]
+        for rank, answer in zip(self.ranks, answers, strict=True):
+            if answer.error:
+                raise RankFailed(f"rank {rank}: {answer.error}")
+        return [answer.value for answer in answers]
 
     def run(self, call: Callable[[], T]) -> list[T]:
         """Call on each rank, and return the values of all.
@@ -117,6 +128,8 @@ class Processes:
                 raise RuntimeError("other ranks wait in a collective of the call")
             self._store.set(f"at {self._runs}/{self.rank}", "")
             answers = self.gather(answer)
+        except RankFailed:
+            raise
         except RuntimeError as closed:
             first = self._store.get("first").decode() if self._store.check(["first"]) else _words(closed)
             _release()
@@ -133,7 +146,7 @@ class Processes:
 
     def require_same(self, what: str, value: object) -> None:
         """Raise `ValueError` on every rank unless all of them have the same value: tensors by what they hold."""
-        digests = self.gather(_digest(value))
+        digests = self.gather(digest(value))
         if len(set(digests)) > 1:
             other = next(rank for rank, digest in zip(self.ranks, digests, strict=True) if digest != digests[0])
             raise ValueError(
@@ -159,23 +172,77 @@ class Processes:
         return []
 
 
+class Peers:
+    """What looks at models of their own found on each rank, told through the store: no rank waits in a collective."""
+
+    def __init__(self) -> None:
+        self.rank, self.absent = dist.get_rank(), tuple[int, ...]()
+        _met[()] += 1
+        self._store = c10d.PrefixStore(f"attnflow/peers/{_met[()]}", c10d._get_default_store())
+        self._ranks = world()
+        self._store.set(f"here/{self.rank}", "")
+
+    def exchange(self, what: str, words: str) -> dict[int, str]:
+        """{rank: words} of all ranks that take part; `absent` are those that did not begin, or did not come so far."""
+        _, late = self._wait("here", BEGIN)
+        self._ranks = tuple(rank for rank in self._ranks if rank not in late)
+        self._store.set(f"{what}/{self.rank}", words)
+        keys, slow = self._wait(what, LIMIT)
+        self.absent = tuple(sorted({*self.absent, *late, *slow}))
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if rank not in slow}
+
+    def _wait(self, what: str, limit: timedelta) -> tuple[dict[int, str], list[int]]:
+        keys = {rank: f"{what}/{rank}" for rank in self._ranks}
+        try:
+            self._store.wait(list(keys.values()), limit)
+        except RuntimeError:  # DistStoreError: the time is over
+            return keys, [rank for rank, key in keys.items() if not self._store.check([key])]
+        return keys, []
+
+
+class Communication(TorchDispatchMode):
+    """Notes whether a call sends anything to other processes: each of its passes must then run on all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = ""  # the first operator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace and not self.seen:
+            self.seen = str(func)
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def together(ranks: Sequence[int], what: str) -> Generator[Processes | None]:
     """Meet the other ranks for the time of a look at a model; None where there are no others."""
     if not ranks:
         yield None
         return
-    processes = Processes(ranks, what)
-    try:
-        yield processes
-    finally:
-        processes.close()
+    yield Processes(ranks, what)
+
+
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """One group for all looks, since another under its name would meet the addresses that the first one left."""
+    whole = c10d._get_default_group()
+    if ranks not in _groups or _groups[ranks][0] is not whole:
+        group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        _groups[ranks] = whole, cast("dist.ProcessGroup", group)
+    return _groups[ranks][1]
 
 
 def _release() -> None:
     """Close all process groups of this rank, so that ranks that wait for it inside a collective raise."""
     if dist.is_initialized():
         cast(Any, c10d)._abort_process_group()
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: on_device(item, device) for name, item in cast("Mapping[Any, Any]", value).items()}
+    return type(value)(on_device(item, device) for item in value) if type(value) in (list, tuple) else value
 
 
 def _words(error: Exception) -> str:
@@ -194,13 +261,13 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
     """A fingerprint of nested tensors and plain values; other objects count by their class."""
     if isinstance(value, Tensor):
         numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8)
         return f"{value.dtype}{tuple(value.shape)}{hashlib.sha256(numbers.numpy().tobytes()).hexdigest()}"
     if isinstance(value, Mapping):
-        return str(sorted((str(name), _digest(item)) for name, item in cast("Mapping[Any, Any]", value).items()))
+        return str(sorted((str(name), digest(item)) for name, item in cast("Mapping[Any, Any]", value).items()))
     if isinstance(value, list | tuple):
-        return str([_digest(item) for item in cast("Sequence[Any]", value)])
+        return str([digest(item) for item in cast("Sequence[Any]", value)])
     return repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__

@@ -1,0 +1,187 @@
+"""A step that runs on several processes: which positions each rank returns, and all of them as one output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from attnflow._core.markup import plural
+from attnflow.audit import rounding
+from attnflow.audit.report import Violation
+from attnflow.models.passes.processes import Processes
+
+Places = slice | Sequence[int] | Tensor
+T = TypeVar("T")
+Shard = Places | str | tuple[Places, Places] | None
+NAMED: Final = ("contiguous", "zigzag")
+
+
+def positions_of(shard: Shard, size: tuple[int, int], index: int, ranks: int) -> Tensor:
+    """The places [rows, positions] in the flattened ids [batch, n] that rank number `index` of `ranks` returns."""
+    grid = torch.arange(math.prod(size)).view(size)
+    if shard is None:
+        return grid
+    if isinstance(shard, str):
+        parts = {"contiguous": ranks, "zigzag": 2 * ranks}.get(shard)
+        if parts is None:
+            raise ValueError(f"shard must be one of {', '.join(map(repr, NAMED))} or positions, got {shard!r}")
+        if size[1] % parts:
+            raise ValueError(
+                f"shard={shard!r} cuts {size[1]} positions into {parts} equal parts, which leaves {size[1] % parts}: "
+                "pass another length, or the positions of each rank"
+            )
+        chunks = grid.chunk(parts, 1)
+        return chunks[index] if shard == "contiguous" else torch.cat([chunks[index], chunks[-1 - index]], 1)
+    rows, positions = cast("tuple[Places, Places]", shard) if isinstance(shard, tuple) else (slice(None), shard)
+    try:
+        return grid[_indices(rows)][:, _indices(positions)]
+    except (IndexError, TypeError) as error:
+        raise ValueError(
+            f"shard must name positions of ids of shape {size} by a slice, by indices, or as (rows, positions), got "
+            f"{shard!r}: {error}"
+        ) from error
+
+
+def _indices(places: Places) -> slice | Tensor:
+    return places if isinstance(places, slice) else torch.as_tensor(places).reshape(-1)
+
+
+@dataclass
+class Shards:
+    """What the ranks of a step return, put together; all ranks call the same methods in the same order."""
+
+    processes: Processes | None
+    shard: Shard  # of this rank
+    size: tuple[int, int] = (0, 0)  # of the ids that the step was called with
+    places: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # {rank: flat places [rows, positions]}
+    covered: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # {output: bool [batch, n]}
+    doubts: dict[str, None] = field(default_factory=dict[str, None])  # what keeps outputs from being judged
+
+    def called(self, call: Callable[[], Mapping[str, object]], size: tuple[int, int]) -> dict[str, object]:
+        """What all ranks returned for ids of this size, by name; each under its rank's name without a shard."""
+        ranks, rank = (0,), 0
+        if self.processes is not None:
+            ranks, rank = self.processes.ranks, self.processes.rank
+        answers = self.run(lambda: (positions_of(self.shard, size, ranks.index(rank), len(ranks)), dict(call())))
+        returned = {rank: outputs for rank, (_, outputs) in zip(ranks, answers, strict=True)}
+        self.size, self.places = size, {rank: places for rank, (places, _) in zip(ranks, answers, strict=True)}
+        if self.shard is None:
+            part = size[1] // len(ranks)
+            for name, value in returned[rank].items():
+                if isinstance(value, Tensor) and value.ndim > 1 and 1 < len(ranks) and value.shape[1] == part:
+                    self.doubts[f"{name} of {part} of {size[1]} positions: say by shard= which a rank returns"] = None
+            return {f"rank {rank}: {name}": value for rank in ranks for name, value in returned[rank].items()}
+        outputs: dict[str, object] = {}
+        for name in dict.fromkeys(name for rank in ranks for name in returned[rank]):
+            parts = {rank: returned[rank][name] for rank in ranks if name in returned[rank]}
+            pieces = {rank: _piece(value, self.places[rank]) for rank, value in parts.items()}
+            outputs |= {f"rank {rank}: {name}": parts[rank] for rank, piece in pieces.items() if piece is None}
+            if whole := {rank: piece for rank, piece in pieces.items() if piece is not None}:
+                outputs[name] = self._joined(name, whole)
+        return outputs
+
+    def run(self, call: Callable[[], T]) -> list[T]:
+        return [call()] if self.processes is None else self.processes.run(call)
+
+    def _joined(self, name: str, pieces: Mapping[int, Tensor]) -> Tensor:
+        first = next(iter(pieces.values()))
+        whole = first.new_zeros(math.prod(self.size), *first.shape[1:])
+        covered = torch.zeros(math.prod(self.size), dtype=torch.bool)
+        for rank, piece in pieces.items():
+            places = self.places[rank].flatten()
+            if (piece.shape[1:], piece.dtype) != (first.shape[1:], first.dtype):
+                self.doubts[f"{name} of rank {rank}, {list(piece.shape)} of {piece.dtype}, unlike other ranks"] = None
+                continue
+            again = covered[places]
+            if again.any() and _change(piece[again], whole[places[again]]).max() > _tolerance(whole):
+                self.doubts[f"{name}: rank {rank} returns other values than another rank for the same positions"] = None
+            whole[places], covered[places] = piece, True
+        self.covered[name] = covered.view(self.size)
+        absent = (~self.covered[name]).any(0).nonzero()[:, 0].tolist()
+        if absent not in ([], [self.size[1] - 1]):  # no label follows the last
+            self.doubts[f"{name} at {_runs(absent)}, which no rank returned"] = None
+        return whole.view(*self.size, *first.shape[1:])
+
+    def named(self, violation: Violation) -> Violation:
+        """The violation with the ranks that hold its target and its source."""
+        target = self._rank_of(violation.target_row, violation.target)
+        source = self._rank_of(violation.source_row, violation.source)
+        words = f"{violation.target} is of {target}" if target else ""
+        words += f"{', ' * bool(words)}{violation.source} of {source}" if source else ""
+        return replace(violation, ranks=words)
+
+    def _rank_of(self, row: int | None, position: int | None) -> str:
+        if self.shard is None or row is None or position is None or position >= self.size[1]:
+            return ""
+        place = row * self.size[1] + position
+        ranks = [rank for rank, places in self.places.items() if bool((places == place).any())]
+        return f"rank {' and '.join(map(str, ranks))}" if ranks else ""
+
+    def beside(self, outputs: Mapping[str, object], reference: Mapping[str, object], step: str) -> list[Violation]:
+        """Where outputs differ from those of one process; what has no counterpart there is a doubt."""
+        violations: list[Violation] = []
+        for name, value in outputs.items():
+            others = [v for n, v in reference.items() if n == name.rpartition(": ")[2]] or list(reference.values())
+            other = next((v for v in others if isinstance(v, Tensor) and _fits(value, v)), None)
+            if not isinstance(value, Tensor) or other is None:
+                shape = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                self.doubts[f"{name} {shape} beside the reference, which returns nothing of this shape"] = None
+                continue
+            n = min(value.shape[1], other.shape[1])
+            other = other[:, :n].cpu()
+            change = _change(value[:, :n].flatten(0, 1), other.flatten(0, 1)).view(value.shape[0], n)
+            wrong = change > max(_tolerance(other), _tolerance(value))
+            wrong &= self.covered[name][:, :n] if name in self.covered else True
+            if wrong.any():
+                row, target = wrong.nonzero()[0].tolist()
+                why = f"{plural(int(wrong.sum()), 'position')}: {_runs(wrong[row].nonzero()[:, 0].tolist())}"
+                largest = float(change[wrong].max())
+                place = "reference", None, f"{step}.{name}", None, target, largest, None, row
+                violations.append(Violation(*place, why=f"{why} of sequence {row}"))
+        return violations
+
+
+def _piece(value: object, places: Tensor) -> Tensor | None:
+    """A rank's output as [rows * positions, ...], in the order of its places; None if it has another shape."""
+    if not isinstance(value, Tensor) or not places.numel():
+        return None
+    if value.shape[:2] == places.shape:
+        return value.flatten(0, 1)
+    return value if value.shape[:1] == (places.numel(),) else None
+
+
+def _fits(value: object, other: Tensor) -> bool:
+    """Whether both are [batch, n, ...] of the same widths; of n and n - 1 positions, the first are compared."""
+    if not isinstance(value, Tensor) or not value.ndim == other.ndim > 1 or value.shape[2:] != other.shape[2:]:
+        return False
+    return len(value) == len(other) and abs(value.shape[1] - other.shape[1]) < 2
+
+
+def _change(one: Tensor, other: Tensor) -> Tensor:
+    """The largest change of each row of [rows, ...]."""
+    return rounding.row_change(one.reshape(len(one), -1), other.reshape(len(other), -1))
+
+
+def _tolerance(values: Tensor) -> float:
+    """Sums in another order err by far less, and mistakes move far more."""
+    return math.sqrt(torch.finfo(values.dtype).eps) * rounding.scale_of(values) if values.is_floating_point() else 0.0
+
+
+def _runs(positions: Sequence[int]) -> str:
+    """
+    >>> _runs([0, 1, 2, 7])
+    'positions 0 to 2, 7'
+    """
+    parts: list[list[int]] = []
+    for position in positions:
+        if parts and parts[-1][-1] == position - 1:
+            parts[-1].append(position)
+        else:
+            parts.append([position])
+    words = [f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts]
+    return f"position{'s' * (len(positions) > 1)} {', '.join(words)}"
