@@ -19,8 +19,8 @@ from attnflow.audit.declared import Order, relation_of
 from attnflow.audit.decoding import DecodingComparison, DecodingPath, SteppedRunner, decoding_paths, step_lengths
 from attnflow.audit.fields import Fields, ProbePlan, batch_sets, plan
 from attnflow.audit.functions import Function, as_function, is_function
-from attnflow.audit.inputs import Inputs, read, require_alone
-from attnflow.audit.passes import Recording, Runner, Watched
+from attnflow.audit.inputs import Inputs, read
+from attnflow.audit.passes import Recording, Runner, Watched, on_ranks
 from attnflow.audit.perturb import Prober
 from attnflow.audit.received import received
 from attnflow.audit.replay import asked_and_done, missing_pairs, remarks
@@ -130,9 +130,9 @@ def check(
         if processes is not None:
             processes.require_same("inputs", subject.named(inputs))
         with unchanged(subject.model), evaluating(subject.model), precision(subject.model, dtype):
-            call = replace(read(subject, inputs).in_precision(dtype), processes=processes)
+            call = read(subject, inputs).in_precision(dtype)
             if not isinstance(subject.model, Function):
-                require_alone(call)
+                call = on_ranks(call, processes)
             elif ranks or shard is not None or against is not None:
                 subject.model.on(Shards(processes, shard if ranks or shard is not None else slice(None)))
             report = audited(call, order, options)
@@ -193,6 +193,7 @@ def audited(inputs: Inputs, order: Order, options: AuditOptions) -> AuditReport:
             work.notes += notes
     work.violations += asked_and_done(seen, relation.disputed, seed)
     silent += relation.unsure + (tuple(call.unplaced_padding()) if order is None else ())
+    silent += (f"what {call.unlike} computes, which differs between ranks",) * bool(call.unlike)
     report = work.report(relation.name, mode)
     return replace(report, untested=report.untested + silent)
 

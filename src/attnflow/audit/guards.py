@@ -24,8 +24,9 @@ from attnflow.audit.audit import AuditOptions, audited
 from attnflow.audit.batch.alone import compare_alone
 from attnflow.audit.batch.cutting import attached_masks
 from attnflow.audit.declared import Order
-from attnflow.audit.inputs import LOSS_ARGUMENTS, Inputs, fresh, read, require_alone, with_decoder_inputs
+from attnflow.audit.inputs import LOSS_ARGUMENTS, Inputs, fresh, read, with_decoder_inputs
 from attnflow.audit.packing import BOUNDARIES
+from attnflow.audit.passes import on_ranks
 from attnflow.audit.report import AuditReport, Violation
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.mask import Mask
@@ -127,7 +128,7 @@ class Guard(Handle):
         others: dict[int, str] = {}
         if self._peers is not None:
             told = self._peers.exchange(f"call {call}", found)
-            others = {rank: words for rank, words in told.items() if words and rank != self._peers.rank}
+            others = {rank: words for rank, words in told.items() if words not in ("", found)}
             others |= dict.fromkeys(self._peers.absent, "no guard, or it did not reach this call")
         if raised is not None and self._on_leak == "raise":
             raise raised
@@ -173,8 +174,7 @@ class Guard(Handle):
         order = self._order if sequences is None else _of_first(self._order, sequences)
         began = time.perf_counter()
         with unchanged(model), examining(model):
-            batch = replace(read(Subject(model), without_loss(model, call, sequences)), processes=processes)
-            require_alone(batch)
+            batch = on_ranks(read(Subject(model), without_loss(model, call, sequences)), processes)
             report = _in_its_mode(batch, order, self._passes)
             if self._order is None and not report.violations and not masks:
                 report = _with_rows_alone(batch, report)

@@ -11,9 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.arguments import special_ids
-from attnflow.models.passes.processes import Communication, Processes, world
+from attnflow.models.passes.processes import Processes
 from attnflow.models.subject import DECODER, ENCODER, Subject
 
 _WRITTEN = ("past", "cache", "state")  # words in the names of arguments that a forward writes into
@@ -73,6 +72,8 @@ class Inputs:
     pool: Tensor  # token ids that may replace others
     group: int = 1  # how many neighbouring sequences the model makes of one that it is given: images of a pair
     processes: Processes | None = None  # that run the model together, as its parameters are sharded over them
+    joins: bool = False  # whether these hold different parts, or values, of one activation
+    unlike: str = ""  # the first module whose values differ between them although the inputs are equal
 
     @property
     def size(self) -> int:
@@ -266,22 +267,6 @@ def read(subject: Subject, inputs: object) -> Inputs:
     ids = [tensor for tensor in tensors.values() if not tensor.is_floating_point()]
     pool = _pool(subject, ids) if ids else torch.arange(0)
     return Inputs(subject, kwargs, tuple(slots), next(iter(sizes.values()), 1), batched, pool)
-
-
-def require_alone(inputs: Inputs) -> None:
-    """Refuse a call that exchanges tensors with other ranks: each pass must run on all of them, on shards of one input.
-
-    Every rank finds this in the same first pass, so that none waits for another.
-    """
-    if inputs.processes is not None or not world():
-        return
-    with torch.no_grad(), Communication() as communication:
-        inputs.model(**fresh(inputs.kwargs))
-    if communication.seen:
-        raise UnsupportedArchitecture(
-            f"a call of {inputs.subject.kind} exchanges tensors with other ranks ({communication.seen}), and one rank "
-            "sees its part alone: audit the parallel step, audit.check(step, ids, shard=...) on each rank"
-        )
 
 
 def with_decoder_inputs(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:

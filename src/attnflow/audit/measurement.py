@@ -17,12 +17,13 @@ from attnflow._core.plain import as_list
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.audit.inputs import Inputs, read
-from attnflow.audit.passes import Event, Runner, refuse_nan
+from attnflow.audit.passes import Event, Runner, on_ranks, refuse_nan
 from attnflow.audit.replay import Outputs, ReplayedLayer, layer_calls, replayed
 from attnflow.audit.rounding import computed_otherwise, other_precision, recurs, rounding_bound, row_change, unit
 from attnflow.audit.survey import survey
 from attnflow.masks.build import from_dense
 from attnflow.models.passes.evaluation import REFUSALS, evaluating, precision, unchanged
+from attnflow.models.passes.processes import sharded_over, together
 from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow, analyze
 from attnflow.order.hasse import OrderDifference
@@ -62,8 +63,14 @@ def measure(
     if by not in ("layer", "output"):
         raise ValueError(f"by must be 'layer' or 'output', got {by!r}")
     subject = Subject.of(model).inside
-    with unchanged(subject.model), evaluating(subject.model):
-        whole = survey(read(subject, inputs).without_cache()).inputs
+    with (
+        together(sharded_over(subject.model), "audit.measure") as processes,
+        unchanged(subject.model),
+        evaluating(subject.model),
+    ):
+        if processes is not None:
+            processes.require_same("inputs", subject.named(inputs))
+        whole = on_ranks(survey(read(subject, inputs).without_cache()).inputs, processes)
         end_to_end = _of_samples(_by_change(_Whole(whole, seed), whole, progress), whole)
         if by == "output":
             flows = [analyze(from_dense(row, "measured")) for row in end_to_end]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,11 +15,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Inputs, Slot, Variation, fresh
+from attnflow.audit.rounding import unit
 from attnflow.audit.rows import Frame, OutputLayout, arranged, canonical, layout_of, leaves, settled
 from attnflow.models.passes.evaluation import seed_all
-from attnflow.models.passes.processes import splits_features, whole
+from attnflow.models.passes.processes import Communication, Processes, splits_features, whole, world
 from attnflow.models.passes.watching import Arguments, Call, Watch
 from attnflow.models.subject import own_name
 
@@ -151,9 +154,8 @@ class Runner:
         self.layer_names = {name: index for name, index in inputs.subject.layers.items() if name in inputs.layers}
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.frame = frame_of(inputs)
-        several = inputs.processes is not None and splits_features(model)
         # what each rank holds of one activation, side by side, so that all ranks judge the same numbers
-        self.joined = inputs.processes.joined if inputs.processes is not None and several else _as_they_are
+        self.joined = inputs.processes.joined if inputs.processes is not None and inputs.joins else _as_they_are
 
     def run(self, call: Variation, visit: Callable[[Event], None]) -> None:
         seed_all(self.seed)
@@ -207,6 +209,44 @@ class Runner:
 
         self.run(call, keep)
         return events, not rewritten and all(tensor._version == version for tensor, version in seen.values())
+
+
+def on_ranks(inputs: Inputs, processes: Processes | None) -> Inputs:
+    """The inputs of a model that these processes run together, after one pass that shows what they hold of it.
+
+    Raises:
+        UnsupportedArchitecture: a model that is not sharded exchanges tensors with other ranks: each of its passes must
+            run on all of them. Every rank finds this in the same first pass, so that none waits for another.
+    """
+    if processes is None:
+        if world():
+            with torch.no_grad(), Communication() as communication:
+                inputs.model(**fresh(inputs.kwargs))
+            if communication.seen:
+                raise UnsupportedArchitecture(
+                    f"a call of {inputs.subject.kind} exchanges tensors with other ranks ({communication.seen}), and "
+                    "one rank sees its part alone: audit the parallel step, audit.check(step, ids, shard=...) on each "
+                    "rank"
+                )
+        return inputs
+    inputs = replace(inputs, processes=processes)
+    if splits_features(inputs.model):
+        return replace(inputs, joins=True)
+    sums: list[tuple[str, float, float]] = []  # (module, sum of its values, border of rounding)
+
+    def add(event: Event) -> None:
+        values = event.values.double()
+        sums.append((event.blame, float(values.sum()), math.sqrt(unit(event.values)) * float(values.abs().sum())))
+
+    with torch.no_grad():
+        Runner(inputs, "modules", 0).run(inputs.base, add)
+    for found in zip(*processes.gather(sums), strict=False):
+        totals = [total for _, total, _ in found]
+        if len(set(totals)) > 1:
+            inputs = replace(inputs, joins=True)
+        if max(totals) - min(totals) > found[0][2]:
+            return replace(inputs, joins=True, unlike=found[0][0])
+    return inputs
 
 
 def _as_they_are(values: Tensor) -> Tensor:

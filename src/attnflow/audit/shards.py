@@ -71,11 +71,12 @@ class Shards:
         returned = {rank: outputs for rank, (_, outputs) in zip(ranks, answers, strict=True)}
         self.size, self.places = size, {rank: places for rank, (places, _) in zip(ranks, answers, strict=True)}
         if self.shard is None:
-            part = size[1] // len(ranks)
-            for name, value in returned[rank].items():
-                if isinstance(value, Tensor) and value.ndim > 1 and 1 < len(ranks) and value.shape[1] == part:
-                    self.doubts[f"{name} of {part} of {size[1]} positions: say by shard= which a rank returns"] = None
-            return {f"rank {rank}: {name}": value for rank in ranks for name, value in returned[rank].items()}
+            outputs = {f"rank {r}: {name}": value for r in ranks for name, value in returned[r].items()}
+            part = size[1] // len(ranks) if len(ranks) > 1 else 0
+            for name, value in outputs.items():
+                if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == part:
+                    self.doubts[f"{name} holds {part} of {size[1]} positions: say with shard= which they are"] = None
+            return outputs
         outputs: dict[str, object] = {}
         for name in dict.fromkeys(name for rank in ranks for name in returned[rank]):
             parts = {rank: returned[rank][name] for rank in ranks if name in returned[rank]}
