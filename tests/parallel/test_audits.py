@@ -113,21 +113,21 @@ def test_what_runs_on_one_rank_alone_is_named(ranks):
 
 
 ZIGZAG = [[[0, 1, 6, 7], [8, 9, 14, 15]], [[2, 3, 4, 5], [10, 11, 12, 13]]]
-PLACES = {  # (shard, rank): flat places in ids of shape [2, 8], of 2 ranks
-    ("contiguous", 1): [[4, 5, 6, 7], [12, 13, 14, 15]],
-    ("zigzag", 0): ZIGZAG[0],
-    ("zigzag", 1): ZIGZAG[1],
-    (slice(3, 5), 0): [[3, 4], [11, 12]],
-    ((0, 7), 0): [[0, 7], [8, 15]],
-    ((slice(1, 2), slice(6, None)), 0): [[14, 15]],
-    (None, 1): [[*range(8)], [*range(8, 16)]],
-}
+PLACES = [  # (shard, rank, flat places in ids of shape [2, 8]) of 2 ranks
+    ("contiguous", 1, [[4, 5, 6, 7], [12, 13, 14, 15]]),
+    ("zigzag", 0, ZIGZAG[0]),
+    ("zigzag", 1, ZIGZAG[1]),
+    (slice(3, 5), 0, [[3, 4], [11, 12]]),
+    ([0, 7], 0, [[0, 7], [8, 15]]),
+    (torch.tensor([0, 7]), 0, [[0, 7], [8, 15]]),
+    ((slice(1, 2), slice(6, None)), 0, [[14, 15]]),
+    (None, 1, [[*range(8)], [*range(8, 16)]]),
+]
 
 
-@pytest.mark.parametrize(("shard", "rank"), PLACES)
-def test_the_places_of_a_shard(shard, rank):
-    given = torch.tensor(shard) if shard == (0, 7) else shard
-    assert positions_of(given, (2, 8), rank, 2).tolist() == PLACES[shard, rank]
+@pytest.mark.parametrize(("shard", "rank", "places"), PLACES)
+def test_the_places_of_a_shard(shard, rank, places):
+    assert positions_of(shard, (2, 8), rank, 2).tolist() == places
 
 
 @pytest.mark.parametrize("shard", ["striped", torch.tensor([8]), "half", (slice(0, 1), torch.tensor([9]))])
