@@ -10,9 +10,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from notebooks import executed, markdown, notebook, sources, title
 
+from attnflow._core.version import __version__
+
 ROOT = Path(__file__).parent.parent
 SHOWN = {".md", ".csv", ".json", ".jsonl", ".yaml", ".png"}
 SHEET = ROOT / "src" / "attnflow" / "report" / "assets" / "report.css"
+MATHJAX = re.compile(r"<script[^>]*mathjax[^>]*></script>")
 LINKED = re.compile(r"\]\(\.\./((?:tests|experiments)/[\w/]+\.py)")
 
 
@@ -25,7 +28,8 @@ def drawings() -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the tutorials that there are."""
+    """List the tutorials that there are, and name the version in the footer."""
+    config.copyright = f"attnflow {__version__}, Apache-2.0"
     for section in config.nav or ():
         if isinstance(section, dict) and section.get("Tutorials") == []:
             section["Tutorials"] = [{title(source): f"tutorials/{source.stem}.md"} for source in sources()]
@@ -56,3 +60,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     inside = re.sub(r"\]\(\.\./((?:\.\./)*(?:experiments|tests)/)", r"](\1", markdown)
     inside = re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", inside)
     return re.sub(r"(\]\((?:\.\./)*(?:tutorials/)?[0-9]_\w+)\.py(#[\w-]+)?\)", r"\1.md\2)", inside)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Load MathJax, which is large, only where there is a formula."""
+    return output if 'class="arithmatex"' in output else MATHJAX.sub("", output)
