@@ -217,6 +217,7 @@ def terminal() -> Any:
     return Svg(re.sub(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', r'\g<0> width="\1" height="\2"', drawing, count=1))
 
 
+BACKGROUND = re.compile(r"(?<=[{;])background:#\w+;?")  # of the whole drawing
 PICTURES: tuple[Callable[[], Any], ...] = (
     mask, hasse, window, chains, growth, witness, gap, set_blocks, causal_blocks, canvas, ahead, gists, rollouts,
     tree, measured, audit, bias, plane, why, trace, flow, page, terminal,
@@ -232,14 +233,13 @@ def colours(markup: str) -> str:
     names = {name for _, rule in rules for name in re.findall(r"var\(--(\w+)\)", rule)}
     used = "".join(name + rule for name, rule in rules)
     either = ["".join(f"--{name}:{value};" for name, value in part if name in names) for part in (light, dark)]
-    back = [f"background:{colour};" for colour in ("#fff", "#14171a")]  # as the library's own drawings have it
-    return f"svg{{{back[0]}{either[0]}}}@media (prefers-color-scheme:dark){{svg{{{back[1]}{either[1]}}}}}{used}"
+    return f"svg{{{either[0]}}}@media (prefers-color-scheme:dark){{svg{{{either[1]}}}}}{used}"
 
 
 def encoded(picture: Any, what: str) -> str:
-    """A drawing as a file, with colours for light and for dark."""
+    """A drawing as a file, with colours for light and for dark pages, whose own background shows through."""
     if isinstance(picture, Svg):
-        return picture.markup
+        return BACKGROUND.sub("", picture.markup)
     markup = svg_of(picture, what)
     return markup.replace("<title>", f"<style>{colours(markup)}</style><title>", 1)
 
