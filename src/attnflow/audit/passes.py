@@ -133,7 +133,8 @@ class Tracer:
             layouts[path] = layout
             key = Key(self.step, call.name, call.number, "out", path)
             rows, name = self.runner.joined(arranged(tensor, layout, self.frame)), self.runner.inputs.subject.kind
-            name = name if layout.aligned else f"{name}{path}"
+            of_rank = path.startswith(".rank ")  # of a step whose ranks return all positions each
+            name = name if layout.aligned and not of_rank else f"{name}{path}"
             self.visit(Event(key, name, None, self.depth, layout.offset, rows, tensor, not layout.aligned))
 
 
