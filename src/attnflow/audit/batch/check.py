@@ -22,11 +22,14 @@ from attnflow.audit.batch.checks import Checks
 from attnflow.audit.batch.gradients import Targets
 from attnflow.audit.batch.labels import Findings, Mistake, read_labels
 from attnflow.audit.batch.loss import Trained
+from attnflow.audit.batch.ranks import RankedLoss
 from attnflow.audit.batch.reading import IGNORED, WEIGHTS, BatchReading, Family, family_of, model_of, read_batch
 from attnflow.audit.batch.rows import DataRows, as_batch
 from attnflow.audit.batch.targets import LossUnread, call_of, least_width, read_targets, run_model
 from attnflow.audit.packing import as_tensor
+from attnflow.audit.shards import Shard
 from attnflow.models.passes.evaluation import REFUSALS, refusal
+from attnflow.models.passes.processes import together, world
 from attnflow.models.subject import Loaded, Subject
 
 Verdict = Literal["no mistake", "mistakes", "nothing tested"]
@@ -116,6 +119,7 @@ def check_loss(
     pad: int | None = None,
     names: Mapping[str, str] | None = None,
     equal_weights: bool = True,
+    shard: Shard = None,
 ) -> BatchReport:
     """Read off a loss what it trains: which token at each position, with what weight, and what else it adds.
 
@@ -124,6 +128,10 @@ def check_loss(
     the batch's labels, masks and documents: labels shifted twice or not at all, prompts that are trained, labels that
     are not, rows that run together, tokens that count differently. What the logits do not explain is named as well.
 
+    With `shard=` every rank of a launch calls this with the same batch. Each reads its own loss, and all get the report
+    of the whole batch: a label that is lost where shards meet, or taken from the wrong rank, and ranks whose tokens
+    count differently. A note tells when ranks draw the same random numbers, and so the same dropout.
+
     Args:
         model_or_step: a model whose output has a `loss`, or a function of the batch that returns a loss (a tensor, a
             tuple that begins with it, or an output that has it) or calls backward. It must not update parameters.
@@ -131,6 +139,9 @@ def check_loss(
         model_or_config: the model of a function whose loss forms no logits, or what `check_batch` takes.
         documents: as for `check_batch`; so are `eos`, `pad` and `names`.
         equal_weights: whether tokens of different weight are a mistake, as they are not in a preference loss.
+        shard: the positions that this rank's logits have, as for `check`: "contiguous", "zigzag", a slice, indices, or
+            (rows, positions). The step gets the whole batch and takes its part of it. It returns None on a rank that
+            has no loss, such as the first stage of a pipeline. None reads the loss of this process alone.
 
     Returns:
         The report of `check_batch`; `loss` says what the loss is made of, `trained` what each position learns.
@@ -138,6 +149,7 @@ def check_loss(
     Raises:
         ValueError: the loss has no gradients, is not one number, or is made of no logits and no hidden states; or the
             function updates parameters.
+        RankFailed: the step failed on some ranks, or a rank did not call `check_loss`.
 
     Cost: one forward pass, and the backward pass down to the logits. Parameters, gradients, buffers and generators
     are as before.
@@ -151,24 +163,27 @@ def check_loss(
     ours = isinstance(step, nn.Module)
     model = model_of(step if ours and model_or_config is None else model_or_config)
     call = partial(run_model, Subject(step)) if ours else step
+    loss_model = model if isinstance(model, nn.Module) else None
     reports, read = list[BatchReport](), list[Targets]()
-    for part in parts:
-        entries, where = _renamed(part, names, documents)
-        try:
-            targets = read_targets(call, part, least_width(entries), model if isinstance(model, nn.Module) else None)
-        except LossUnread as error:
-            raise ValueError(f"the loss cannot be read: {error}") from error
-        family = replace(family_of(targets.model if model is None else model), **_given(None, None, eos, pad))
-        if not ours:  # the function's, whatever the model's own loss does
-            family = replace(family, shift=None)
-        if not family.transformers or not ours:
-            family = replace(family, causal=family.causal is not False)
-        reading, findings = read_batch(entries, family, where), Findings()
-        if family.classes:
-            findings.untested.append(("the loss", "its labels are classes, not tokens"))
-        loss = None if family.classes else _matched(targets, reading, findings)
-        read += [] if loss is None else [loss]
-        reports.append(_report(entries, family, reading, loss, findings, equal_weights))
+    with together(() if shard is None else world(), "audit.check_loss") as processes:
+        ranked = RankedLoss(processes, shard)
+        for part in parts:
+            entries, where = _renamed(part, names, documents)
+            try:
+                called = ranked.read(call, part, least_width(entries), loss_model)
+            except LossUnread as error:
+                raise ValueError(f"the loss cannot be read: {error}") from error
+            family = replace(called if model is None else family_of(model), **_given(None, None, eos, pad))
+            if not ours:  # the function's, whatever the model's own loss does
+                family = replace(family, shift=None)
+            if not family.transformers or not ours:
+                family = replace(family, causal=family.causal is not False)
+            reading, findings = read_batch(entries, family, where), Findings()
+            if family.classes:
+                findings.untested.append(("the loss", "its labels are classes, not tokens"))
+            loss = None if family.classes else ranked.placed(reading, findings)
+            read += [] if loss is None else [loss]
+            reports.append(_report(entries, family, reading, loss, findings, equal_weights))
     whole = reports[0] if len(reports) == 1 else _together(reports)
     message = losses.between_batches(read) if len(read) > 1 and equal_weights else None
     mistakes = () if message is None else (Mistake("weights", 0, 0, 1, message),)
@@ -349,17 +364,9 @@ def _loss_of_model(
     except REFUSALS as error:
         why = f"it does not run on this batch: {refusal(error)}"
     else:
-        return _matched(targets, reading, findings)
+        return losses.matched(targets, reading, findings)
     findings.untested.append((f"the loss of {subject.kind}", why))
     return None
-
-
-def _matched(targets: Targets, reading: BatchReading, findings: Findings) -> Targets | None:
-    loss = losses.in_columns(targets, reading)
-    if loss is None:
-        shape = f"its logits have rows {list(targets.token.shape)}, the batch {list(reading.shape)}"
-        findings.untested.append(("which positions the loss trains", shape))
-    return loss
 
 
 def _rows_alone(subject: Subject, batch: Mapping[str, Any], reading: BatchReading, findings: Findings) -> bool:

@@ -39,6 +39,7 @@ class Targets:
     scalars: Mapping[str, float] = field(default_factory=dict[str, float])  # numbers that the model returned
     inputs: tuple[Tensor, ...] = ()  # integers that it was called with
     model: nn.Module | None = None  # the outermost module that was called
+    owner: Tensor | None = None  # int64: the rank that has the position, -1 for none; None on one process
 
     @property
     def trained(self) -> Tensor:

@@ -67,6 +67,14 @@ def in_columns(targets: Targets, reading: BatchReading) -> Targets | None:
     return with_shift(targets.changed(columns), reading)
 
 
+def matched(targets: Targets, reading: BatchReading, findings: Findings) -> Targets | None:
+    loss = in_columns(targets, reading)
+    if loss is None:
+        shape = f"its logits have rows {list(targets.token.shape)}, the batch {list(reading.shape)}"
+        findings.untested.append(("which positions the loss trains", shape))
+    return loss
+
+
 def with_shift(loss: Targets, reading: BatchReading) -> Targets:
     if reading.labels is None:
         return replace(loss, shift=None)
@@ -120,6 +128,7 @@ def _against_labels(
         findings.add("untrained", prompt, message)
         findings.add("untrained", extra & ~prompt, f"the loss trains a token whose label is {IGNORED}")
         lost = ~trained & (wanted != IGNORED) & (loss.calls == 1)
+        lost &= True if loss.owner is None else loss.owner >= 0
         if hidden := int((lost & (loss.certain == wanted)).sum()):
             why = "the model gives it all the probability, so that its gradient is zero"
             findings.unchecked.append((f"whether each of {plural(hidden, 'label')} is trained", why))
@@ -133,13 +142,47 @@ def _against_labels(
         if masks:
             findings.notes.append(f"the loss is taken where {masks[0]} says, at {int(trained.sum())} positions")
         else:
-            findings.add("untrained", lost, "a label that counts, and the loss does not train it")
+            edge = lost & _edges(loss)
+            message = "no loss trains the label behind the end of a shard: shift labels before they are sharded"
+            findings.add("untrained", edge, f"{message} ({_held_by(loss, edge)})")
+            where = _held_by(loss, lost & ~edge)
+            message = f"a label that counts, and the loss {f'of {where} ' * bool(where)}does not train it"
+            findings.add("untrained", lost & ~edge, message)
     behind = trained & ~inside
     message = "the loss trains the end of a sequence on what begins the next one: rows run together"
     findings.add("rows", behind, message, "loss: no position is trained on a token of another sequence")
     wrong = (loss.token >= 0) & (wanted != IGNORED) & (loss.token != wanted)
+    edge = wrong & _edges(loss)
+    if edge.any():
+        message = f"the end of a shard is trained on {_source(loss, labels, edge)}, and not on the label that follows"
+        findings.add("targets", edge, f"{message} ({_held_by(loss, edge)})")
+        wrong &= ~edge
     checked = f"loss: {int((loss.token >= 0).sum())} positions are trained on the label {_ahead(loss.shift)}"
     findings.add("targets", wrong, "the loss trains this position on another token than its label", checked)
+
+
+def _edges(loss: Targets) -> Tensor:
+    """Where a position's label is behind the shard of its rank, bool [batch, n]."""
+    owner = torch.zeros_like(loss.token) if loss.owner is None else loss.owner
+    ahead = moved(owner, loss.shift or 0, -1)
+    return (ahead != owner) & (ahead >= 0) & (owner >= 0)
+
+
+def _held_by(loss: Targets, where: Tensor) -> str:
+    if loss.owner is None or not where.any():
+        return ""
+    held: list[int] = loss.owner[where].unique().tolist()
+    return f"rank{'s' * (len(held) > 1)} {', '.join(map(str, held))}"
+
+
+def _source(loss: Targets, labels: Tensor, edge: Tensor) -> str:
+    """Which label the first of these places is trained on, rather one at the beginning of a shard."""
+    assert loss.owner is not None
+    row, column = edge.nonzero()[0].tolist()
+    places = (labels[row] == loss.token[row, column]).nonzero()[:, 0].tolist()
+    begins = F.pad(loss.owner[row].diff() != 0, (1, 0), value=True)
+    place = next((i for i in places if begins[i]), next(iter(places), None))
+    return "a token that is no label" if place is None else f"label {place}, of rank {int(loss.owner[row, place])}"
 
 
 def _ahead(shift: int) -> str:
@@ -176,6 +219,9 @@ def _weights(findings: Findings, reading: BatchReading, loss: Targets, batch: Ma
     if _alike(weights, precision):
         findings.checked.append("loss: all tokens that it trains have the same weight")
         return
+    if equal and loss.owner is not None and (message := _between_ranks(loss, there)):
+        findings.add("weights", there & (loss.owner == loss.owner[there][weights.argmax()]), message)
+        return
     rows = torch.arange(len(there))[:, None].expand_as(there)
     groups = torch.stack([rows[there], reading.documents[there]], 1).unique(dim=0, return_inverse=True)[1]
     parts = [weights[groups == group] for group in range(int(groups.max()) + 1)]
@@ -195,6 +241,22 @@ def _weights(findings: Findings, reading: BatchReading, loss: Targets, batch: Ma
     odd = there & ((loss.weight / weights.median() - 1).abs() > precision)
     where = negative if negative.any() else odd
     findings.add("weights", where, message + "; if that is meant, say equal_weights=False")
+
+
+def _between_ranks(loss: Targets, there: Tensor) -> str:
+    """How weights differ where each rank has one of its own; "" otherwise."""
+    assert loss.owner is not None
+    ranks: list[int] = loss.owner[there].unique().tolist()
+    parts = {rank: loss.weight[there & (loss.owner == rank)] for rank in ranks}
+    means = sorted((float(part.mean()), rank) for rank, part in parts.items())
+    (low, least), (high, most) = means[0], means[-1]
+    if not all(_alike(part, loss.precision) for part in parts.values()) or low <= 0:
+        return ""
+    sizes = len(parts[most]), len(parts[least])
+    alike = _alike(torch.stack([part.sum() for part in parts.values()]), 0.01)
+    own = f", as each divides by its own {sizes[0]} and {sizes[1]}: divide by the tokens of all (num_items_in_batch)"
+    words = f"a token of rank {most} counts {high / low:.3g} times as much as one of rank {least}{own * alike}"
+    return f"{words}; if that is meant, say equal_weights=False"
 
 
 def _alike(values: Tensor, precision: float) -> bool:

@@ -39,6 +39,10 @@ class LossUnread(Exception):
     """The loss could not be read; the message says why."""
 
 
+class TrainsNothing(LossUnread):
+    """There is a loss, and its gradient is zero."""
+
+
 @dataclass(eq=False)
 class Returned:
     tensor: Tensor
@@ -63,18 +67,28 @@ class Pass:
 
 
 def read_targets(
-    step: Callable[[Any], object], batch: Mapping[str, Any], least: int, model: nn.Module | None = None
+    step: Callable[[Any], object],
+    batch: Mapping[str, Any],
+    least: int,
+    model: nn.Module | None = None,
+    several: bool = False,
 ) -> Targets:
-    """Run the loss once, and read off what it trains, also by the output layer of `model`; ids are below `least`."""
+    """Run the loss once, and read off what it trains, also by the output layer of `model`; ids are below `least`.
+
+    Of several processes, each stops at the last tensors of one width: further back, others may have to take part.
+    """
     with _recorded(least, model) as shown:
         loss = _loss_of(step(dict(batch)))
         returned = [*shown.logits, *shown.states]
         if all(part.gradient is None for part in returned):  # else the step has called backward
             if loss is None or not loss.requires_grad:
                 raise LossUnread("no loss with gradients was returned")
-            for parts in (shown.logits, shown.states):  # hidden states only where no logits are part of the loss
-                _differentiate(loss, list(parts))
-                if any(map(_matters, parts)):
+            widths = list(dict.fromkeys(part.tensor.shape[-1] for part in reversed(shown.logits)))
+            alike = [[part for part in shown.logits if part.tensor.shape[-1] == width] for width in widths]
+            logits = alike if several else [shown.logits]
+            for parts in (*logits, shown.states):  # hidden states only where no logits are part of the loss
+                _differentiate(loss, parts)
+                if any(map(_matters, parts)) or (several and any(part.gradient is not None for part in parts)):
                     break
     with torch.no_grad():
         numbers = [(path.strip("."), t) for path, t in leaves(shown.output) if t.numel() == 1 and t.is_floating_point()]
@@ -200,7 +214,7 @@ def _targets(shown: Pass) -> Targets:
     if not all(part.gradient is None or part.gradient.isfinite().all() for part in parts):
         raise LossUnread("its gradient is not finite")
     if any(part.gradient is not None for part in parts) and not any(map(_matters, parts)):
-        raise LossUnread("its gradient by the logits is zero everywhere: it trains nothing")
+        raise TrainsNothing("its gradient by the logits is zero everywhere: it trains nothing")
     logits = [part for part in reversed(shown.logits) if _matters(part)][:_TRIED]
     for part in (*logits, *filter(_matters, reversed(shown.states))):
         if any(part is state for state in shown.states):
