@@ -178,6 +178,13 @@ def guarded(model, ids, on_leak="raise", backward=True):
         watching.remove()
 
 
+def checked_batch(model, batch):
+    """The batch, its loss and its rows alone; and a batch whose labels are shifted twice."""
+    twice = {**batch, "labels": batch["input_ids"].roll(-1, 1)}
+    looks = (af.audit.check_batch(batch, model), af.audit.check_alone(model, batch), af.audit.check_batch(twice, model))
+    return [look.verdict for look in looks]
+
+
 def own_batch():
     return torch.randint(97, (2, 12 + 2 * dist.get_rank()), generator=torch.Generator().manual_seed(dist.get_rank()))
 
@@ -199,7 +206,10 @@ def cases():
         given = IDS if alike else own_batch()
         yield f"guard, {name}", lambda wrap=wrap, given=given: guarded(wrap(tiny()), given)
         yield f"guard of a leak, {name}", lambda wrap=wrap, given=given: guarded(leaking(wrap(tiny())), given)
+        batch = {"input_ids": IDS, "labels": IDS, "position_ids": torch.arange(12).expand(2, -1)}
+        yield f"batch, {name}", lambda wrap=wrap, batch=batch: checked_batch(wrap(tiny()), batch)
         if not alike:
+            yield f"other batches, {name}", lambda wrap=wrap: checked_batch(wrap(tiny()), {"input_ids": own_batch()})
             yield f"other inputs, {name}", lambda wrap=wrap: told(af.audit.check(wrap(tiny()), own_batch(), passes=4))
             for on_leak in ("raise", "log"):
                 yield (

@@ -84,6 +84,16 @@ def test_a_model_is_audited_as_on_one_process(ranks):
 
 
 @pytest.mark.slow
+def test_a_batch_is_checked_as_on_one_process(ranks):
+    for name in wrapped(ranks):
+        for answers in ranks:
+            assert answers[f"batch, {name}"] == ["no mistake", "same", "mistakes"]
+            if name in ("DDP", "FSDP2"):
+                other = answers[f"other batches, {name}"]
+                assert other == ["no mistake", "same", "mistakes"] if name == "DDP" else ELSEWHERE in other[1]
+
+
+@pytest.mark.slow
 def test_a_guard_tells_every_rank(ranks):
     for name in wrapped(ranks):
         batches = len(ranks) if name == "FSDP2" else 1

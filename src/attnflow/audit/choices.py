@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attnflow.models.passes.processes import world
-
 Through = Literal["", "values", "choices", "values and choices"]
 _MOST: Final = 16  # choices that are tried one by one
 _BETWEEN: Final = ("torch.", "jaxtyping.", "beartype.", "attnflow.audit.")
@@ -85,11 +83,8 @@ class Choices(TorchDispatchMode):
 def separated(run: Callable[[bool], Tensor], moves: Callable[[Tensor], bool]) -> tuple[Through, str]:
     """Tell what moves a target, whose vector `run(changed)` returns from the inputs as they were or as changed.
 
-    Returns the way, and the first choice that moves the target alone; ("", "") where no choice differs, and on several
-    processes: their choices differ, and a rank that ran a parallel step more often would wait for the others forever.
+    Returns the way, and the first choice that moves the target alone; ("", "") where no choice differs.
     """
-    if world():
-        return "", ""
     with Choices() as base:
         run(False)
     with Choices() as other:

@@ -23,7 +23,7 @@ from attnflow.audit.rounding import computed_otherwise, other_precision, recurs,
 from attnflow.audit.survey import survey
 from attnflow.masks.build import from_dense
 from attnflow.models.passes.evaluation import REFUSALS, evaluating, precision, unchanged
-from attnflow.models.passes.processes import sharded_over, together
+from attnflow.models.passes.processes import shared
 from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow, analyze
 from attnflow.order.hasse import OrderDifference
@@ -64,12 +64,10 @@ def measure(
         raise ValueError(f"by must be 'layer' or 'output', got {by!r}")
     subject = Subject.of(model).inside
     with (
-        together(sharded_over(subject.model), "audit.measure") as processes,
+        shared(subject.model, "audit.measure", subject.named(inputs)) as processes,
         unchanged(subject.model),
         evaluating(subject.model),
     ):
-        if processes is not None:
-            processes.require_same("inputs", subject.named(inputs))
         whole = on_ranks(survey(read(subject, inputs).without_cache()).inputs, processes)
         end_to_end = _of_samples(_by_change(_Whole(whole, seed), whole, progress), whole)
         if by == "output":

@@ -155,6 +155,8 @@ class Runner:
         self.layer_names = {name: index for name, index in inputs.subject.layers.items() if name in inputs.layers}
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.frame = frame_of(inputs)
+        shards = model.shards if isinstance(model, Function) else None
+        self.several = inputs.processes is not None or (shards is not None and shards.processes is not None)
         # what each rank holds of one activation, side by side, so that all ranks judge the same numbers
         self.joined = inputs.processes.joined if inputs.processes is not None and inputs.joins else _as_they_are
 

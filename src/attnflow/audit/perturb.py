@@ -152,10 +152,12 @@ class Prober:
         is_score = before.numel() == 1 and bool(tokens[0])
         shown = (tokens, (float(before), float(now))) if is_score else ((), ())
         calls = self.runner.inputs.base, call
-        through, vote = separated(
-            lambda changed: self._vector(calls[changed], event.key, row, target),
-            lambda vector: _distance(vector, before) > floor,
-        )
+        through, vote = "", ""
+        if not self.runner.several:  # ranks choose otherwise, and one that ran more often would wait for the others
+            through, vote = separated(
+                lambda changed: self._vector(calls[changed], event.key, row, target),
+                lambda vector: _distance(vector, before) > floor,
+            )
         return Violation(*place, hit.moved.confirmed, *shown, through=through, vote=vote)
 
     def padding_read(self) -> list[Violation]:

@@ -18,6 +18,7 @@ from attnflow.audit.batch.comparison import AloneComparison, Difference
 from attnflow.audit.batch.cutting import BOUNDARY_NAME
 from attnflow.audit.inputs import LOSS_ARGUMENTS, read, with_decoder_inputs
 from attnflow.models.passes.evaluation import WithoutDropout, evaluating, unchanged
+from attnflow.models.passes.processes import shared
 from attnflow.models.subject import Loaded, Subject
 
 
@@ -66,9 +67,10 @@ def check_alone(
     for name, value in (("rows", rows), ("documents", documents)):
         if value is not None:
             checks.integer(name, value, 1)
-    subject = Subject.of(model)
+    subject = Subject.of(model).inside
     call, losses, left = bound(subject, batch if isinstance(batch, Mapping) else read(subject, batch).kwargs)
-    report = compare_alone(subject, call, losses, rows=rows, documents=documents, training=training, seed=seed)
+    with shared(subject.model, "audit.check_alone", call):
+        report = compare_alone(subject, call, losses, rows=rows, documents=documents, training=training, seed=seed)
     named = tuple(entry for entry in left if BOUNDARY_NAME.search(entry[0]))
     notes = tuple(f"{name}: {why}" for name, why in left if (name, why) not in named)
     return replace(report, uncompared=named + report.uncompared, notes=notes + report.notes)

@@ -29,7 +29,7 @@ from attnflow.audit.batch.targets import LossUnread, call_of, least_width, read_
 from attnflow.audit.packing import as_tensor
 from attnflow.audit.shards import Shard
 from attnflow.models.passes.evaluation import REFUSALS, refusal
-from attnflow.models.passes.processes import together, world
+from attnflow.models.passes.processes import shared, together, world
 from attnflow.models.subject import Loaded, Subject
 
 Verdict = Literal["no mistake", "mistakes", "nothing tested"]
@@ -88,7 +88,9 @@ def check_batch(
     >>> print(check_batch({"input_ids": ids, "labels": ids.roll(1, 1)}).mistakes[0].kind)
     readable
     """
-    model, tokenizer = model_or_config if isinstance(model_or_config, Loaded) else (model_or_config, None)
+    model, tokenizer = model_of(model_or_config), None
+    if isinstance(model_or_config, Loaded):
+        tokenizer = model_or_config.tokenizer
     given = _given(shift, causal, eos, pad)
     family = family_of(model)
     if not isinstance(batch, Mapping):
@@ -105,8 +107,10 @@ def check_batch(
     if not isinstance(model, nn.Module):
         return _report(batch, family, reading, None, findings)
     subject = Subject(model)
-    loss = _loss_of_model(subject, batch, reading, findings)
-    return _report(batch, family, reading, loss, findings, separate=_rows_alone(subject, batch, reading, findings))
+    with shared(model, "audit.check_batch", batch):
+        loss = _loss_of_model(subject, batch, reading, findings)
+        alone = _rows_alone(subject, batch, reading, findings)
+    return _report(batch, family, reading, loss, findings, separate=alone)
 
 
 def check_loss(

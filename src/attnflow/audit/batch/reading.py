@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow.audit.packing import LENGTHS, allowed_pairs, as_tensor, integers, other_positions, read_packing
-from attnflow.models.subject import Loaded
+from attnflow.models.subject import Loaded, unwrapped
 
 IGNORED: Final = -100
 _ROWS: Final = 2  # of an af.tasks.Collator's labels: target ids and weights
@@ -69,7 +69,8 @@ class Family:
 
 
 def model_of(given: Any) -> Any:
-    return given.model if isinstance(given, Loaded) else given
+    model = given.model if isinstance(given, Loaded) else given
+    return unwrapped(model) if isinstance(model, nn.Module) else model
 
 
 def family_of(model_or_config: Any) -> Family:

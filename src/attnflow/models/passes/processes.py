@@ -21,11 +21,11 @@ from attnflow._core.markup import plural
 
 LIMIT: Final = timedelta(minutes=5)  # for all ranks to begin a look at a model
 BEGIN: Final = timedelta(minutes=1)  # for other ranks to take part
+WAIT: Final = timedelta(minutes=30)  # for a rank that computes, as torch's own groups wait
 GRACE: Final = timedelta(seconds=15)  # for other ranks to arrive, after an error, before they are released
 _LENGTH: Final = 300  # of an error's text
 T = TypeVar("T")
 _met: Counter[tuple[int, ...]] = Counter()
-_groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # and the launch that it is of
 
 
 class _Answer(NamedTuple):
@@ -90,7 +90,10 @@ class Processes:
                 f"{int(LIMIT.total_seconds())} s: call it on each of the {len(self.ranks)} processes, as they run the "
                 "model together"
             )
-        self._group = _group_of(self.ranks)
+        # A group of its own, as names of new groups hang on how many a rank has, and a used name on old addresses.
+        self._group = dist.ProcessGroupGloo(
+            c10d.PrefixStore("group", self._store), self.ranks.index(self.rank), len(self.ranks), WAIT
+        )
 
     def gather(self, value: T) -> list[T]:
         """The value of each rank, in the order of `ranks`; tensors arrive on the CPU."""
@@ -98,13 +101,20 @@ class Processes:
             sent = pickle.dumps(_Answer("", _on_cpu(value)))
         except Exception as error:  # what an object of the user's raises; other ranks wait, so they are told
             sent = pickle.dumps(_Answer(f"what it computed cannot be sent to other ranks ({_words(error)})", None))
-        received: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(received, sent, group=self._group)
-        answers: list[_Answer] = [pickle.loads(content) for content in received]
+        sizes = self._all(torch.tensor([len(sent)]))
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        padded[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        parts = zip(self._all(padded), sizes, strict=True)
+        answers: list[_Answer] = [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in parts]
         for rank, answer in zip(self.ranks, answers, strict=True):
             if answer.error:
                 raise RankFailed(f"rank {rank}: {answer.error}")
         return [answer.value for answer in answers]
+
+    def _all(self, part: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(part) for _ in self.ranks]
+        cast(Any, self._group).allgather([parts], [part]).wait()
+        return parts
 
     def run(self, call: Callable[[], T]) -> list[T]:
         """Call on each rank, and return the values of all.
@@ -132,7 +142,7 @@ class Processes:
             raise
         except RuntimeError as closed:
             first = self._store.get("first").decode() if self._store.check(["first"]) else _words(closed)
-            _release()
+            self._release()
             why = "other ranks waited for it in a collective, so the process groups were closed"
             raise RankFailed(f"{first} ({why})") from (error or closed)
         failed = {rank: given.error for rank, given in zip(self.ranks, answers, strict=True) if given.error}
@@ -160,6 +170,12 @@ class Processes:
         alike = all(part.shape == parts[0].shape and torch.equal(part, parts[0]) for part in parts)
         fits = all(part.shape[:2] == values.shape[:2] for part in parts)
         return values if alike or not fits else torch.cat(parts, -1).to(values.device)
+
+    def _release(self) -> None:
+        """Close all process groups of this rank, so that ranks that wait for it inside a collective raise."""
+        cast(Any, self._group).abort()
+        if dist.is_initialized():
+            cast(Any, c10d)._abort_process_group()
 
     def _missing(self, key: str, limit: timedelta) -> list[int]:
         """Tell the other ranks that this one came so far, and wait for them; the ranks that did not come."""
@@ -222,19 +238,13 @@ def together(ranks: Sequence[int], what: str) -> Generator[Processes | None]:
     yield Processes(ranks, what)
 
 
-def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """One group for all looks, since another under its name would meet the addresses that the first one left."""
-    whole = c10d._get_default_group()
-    if ranks not in _groups or _groups[ranks][0] is not whole:
-        group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        _groups[ranks] = whole, cast("dist.ProcessGroup", group)
-    return _groups[ranks][1]
-
-
-def _release() -> None:
-    """Close all process groups of this rank, so that ranks that wait for it inside a collective raise."""
-    if dist.is_initialized():
-        cast(Any, c10d)._abort_process_group()
+@contextmanager
+def shared(model: nn.Module, what: str, inputs: object) -> Generator[Processes | None]:
+    """Meet the ranks that hold shards of the model, which all pass the same inputs; None for a model of one rank."""
+    with together(sharded_over(model), what) as processes:
+        if processes is not None:
+            processes.require_same("inputs", inputs)
+        yield processes
 
 
 def on_device(value: Any, device: torch.device) -> Any:
