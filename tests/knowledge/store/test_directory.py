@@ -17,6 +17,7 @@ import torch
 
 from attnflow.knowledge import Store
 from attnflow.knowledge.store import StoreError
+from attnflow.knowledge.store.table import EntryTable
 from tests.knowledge.store.test_store import contents
 
 EYE = torch.eye(4)
@@ -78,6 +79,51 @@ def test_a_reader_whose_version_was_compacted_away_is_told_to_refresh(attempt, d
                     read()
             reader.refresh()
             assert reader.get([1])[0].id == 1
+
+
+def test_a_version_that_goes_while_it_is_read_is_read_anew(directory, monkeypatch):
+    load, gone = EntryTable._load, []
+
+    def interrupted(table):
+        if table is not writer._table and len(gone) < 2:
+            gone.append(table)
+            writer.upsert(ids=[0], embeddings=len(gone) * EYE[:1])
+            writer.compact()
+        return load(table)
+
+    with Store.open(directory, dim=4) as writer:
+        writer.insert(embeddings=EYE)
+        monkeypatch.setattr(EntryTable, "_load", interrupted)
+        with Store.open(directory, read_only=True) as reader:
+            assert len(gone) == 2
+            assert contents(reader) == contents(writer)
+            gone.clear()
+            writer.delete([3])
+            reader.refresh()
+            assert len(gone) == 2
+            assert contents(reader) == contents(writer)
+            monkeypatch.setattr("attnflow.knowledge.store.table._TRIES", 2)
+            gone.clear()
+            writer.delete([2])
+            with pytest.raises(StoreError, match="are gone"):
+                reader.refresh()
+            assert reader.ids().tolist() == [0, 1]
+
+
+def test_a_compaction_may_keep_the_versions_of_readers(directory):
+    with Store.open(directory, dim=4) as store:
+        store.insert(embeddings=EYE)
+        with Store.open(directory, read_only=True) as reader:
+            before = contents(reader)
+            store.delete([0])
+            store.compact(keep_minutes=10.0)
+            assert contents(reader) == before
+            store.compact()
+            with pytest.raises(StoreError, match=r"call refresh\(\)"):
+                contents(reader)
+        for bad in (-1.0, float("inf")):
+            with pytest.raises(ValueError, match="keep_minutes"):
+                store.compact(keep_minutes=bad)
 
 
 PLACES = ["", "postgres://somewhere/store", "http://somewhere:19530"]

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from attnflow._core.checks import Indices, IntArray, integer, preview
+from attnflow._core.checks import Indices, IntArray, integer, number, preview
 from attnflow.knowledge.retrieval import Neighbours
 from attnflow.knowledge.store import entry
 from attnflow.knowledge.store.approximate import ApproximateSearch
@@ -32,8 +32,8 @@ class Store:
     """A store of entries that can be searched and edited while a model runs; open one with `Store.open`.
 
     Every write is one commit of LanceDB: it happens as a whole or not at all, and a write that has returned survives
-    a crash of the process. Only one `Store` may write to a place at a time, but any number may read it
-    (`read_only=True`, then `refresh`). All methods are thread-safe.
+    a crash of the process. Only one `Store` may write to a place at a time (on object storage the last that opened it),
+    but any number may read it (`read_only=True`, then `refresh`). All methods are thread-safe.
 
     Attributes:
         uri: where the store is.
@@ -78,8 +78,7 @@ class Store:
             storage_options: LanceDB's options for object storage: "endpoint", "region", "aws_access_key_id", ...
 
         Raises:
-            StoreError: the place is not a store, cannot be written, is being written by another `Store`, or holds no
-                store and one cannot be created.
+            StoreError: the place is not a store, holds none that could be created, or is written by another `Store`.
             ValueError: dim or num_thresholds differ from the store's, or the uri cannot name a store.
             MissingExtra: LanceDB is not installed.
 
@@ -272,14 +271,15 @@ class Store:
             self.now()
             return self._table.snapshots()
 
-    def compact(self) -> None:
+    def compact(self, *, keep_minutes: float = 0.0) -> None:
         """Merge the files into as few as possible, and delete those of old versions that no snapshot needs.
 
-        This also happens automatically after every 100 writes, but then keeps old versions for ten minutes. A call
-        deletes them at once, so that other processes that read the store have to `refresh`.
+        This also happens automatically after every 100 writes, with `keep_minutes=10`. By default old versions go at
+        once, and a process that reads one raises `StoreError` until it calls `refresh`.
         """
+        keep = number("keep_minutes", keep_minutes, minimum=0.0)
         with self._writing():
-            self._table.compact()
+            self._table.compact(keep)
 
     def stats(self) -> StoreStats:
         """The store's size, search mode, encoders and snapshots."""
@@ -342,8 +342,7 @@ class Store:
         if self._behind:
             with self._lock:
                 if self._behind:
-                    self._table.refresh()
-                    self._rows, self._approximate = self._table.load(), None
+                    self._rows, self._approximate = self._table.newest(), None
                     self._behind = False
                     self.revision += 1
         return self._rows
@@ -357,6 +356,7 @@ class Store:
         if self.read_only:
             raise StoreError(f"the store {self.uri} was opened with read_only=True")
         with self._lock:
+            self._table.require_writer()
             yield self.now()
 
     def _commit(self, write: Callable[[], bool], after: Callable[[], EntryRows]) -> None:
@@ -396,5 +396,5 @@ class Store:
             if count:
                 new = np.concatenate([vectors, added], axis=1)
                 values = entry.columns(keys, *strings, encoder, self._table.records(keys[known]))
-                self._commit(lambda: self._table.put(values, new), lambda: rows.put(keys, new))
+                self._commit(lambda: self._table.put(values, new, replaces), lambda: rows.put(keys, new))
         return keys

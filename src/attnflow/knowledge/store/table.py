@@ -1,40 +1,35 @@
-"""The LanceDB table of a store: where it is, how rows look in it, and one writer at a time."""
+"""The LanceDB table of a store: where it is, how rows look in it, and what a change of it is."""
 
 from __future__ import annotations
 
 import logging
-import os
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
-from datetime import datetime, timedelta
+from collections.abc import Callable, Generator, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from time import sleep
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
 from attnflow._core.checks import IntArray
-from attnflow._core.errors import AttnflowError, MissingExtra
+from attnflow._core.errors import MissingExtra
 from attnflow.knowledge.store.entry import Floats
 from attnflow.knowledge.store.rows import EntryRows
+from attnflow.knowledge.store.writer import LOCK, MEMORY, WRITERS, Claim, StoreError, VersionGone, failures, locked
 
 _LOG = logging.getLogger(__name__)
-MEMORY: Final = "memory"
 _TABLE: Final = "entries"
 _RETIRED: Final = "retired"  # a second table: ids that were the highest when their entries went
+_KEY: Final = {b"lance-schema:unenforced-primary-key": b"true"}  # concurrent writes of one id conflict in Lance
 _FORMAT: Final = b"attnflow.store"
 _REMOTE: Final = "s3://"
 _FILES: Final = (".jsonl", ".ndjson", ".json", ".txt", ".md", ".csv", ".tsv", ".db")
-_LOCK: Final = "writer.lock"
 _COMPACT: Final = 100  # commits after which files are written together
-_KEPT: Final = timedelta(minutes=10)  # that readers of an old version have before its files may go
+_KEPT: Final = 10.0  # minutes that readers of an old version have before its files may go
+_TRIES: Final = 10  # to read the newest version, whose files another process may delete meanwhile
 _FEW: Final = 1000  # ids that are looked up one by one; for more, the columns are read whole
 _TEXTS: Final = ("text", "source", "encoder")
-
-
-class StoreError(AttnflowError):
-    """A store cannot do what was asked: another process writes there, it was closed, or its place is not a store."""
 
 
 def check_uri(uri: str) -> None:
@@ -71,15 +66,16 @@ class EntryTable:
         self.highest = self._retired = self._version = -1
         self._commits = 0  # since files were written together
         self._close: Callable[[], object] = lambda: None
+        self.require_writer: Callable[[], None] = lambda: None  # raises if another took over
         here = Path(uri).absolute() if is_directory(uri) else None
         if here is not None:
-            names = [path.name for path in here.iterdir() if path.name != _LOCK] if here.is_dir() else []
+            names = [path.name for path in here.iterdir() if path.name != LOCK] if here.is_dir() else []
             if names and f"{_TABLE}.lance" not in names:
                 raise StoreError(f"{here} is not a store of attnflow: it holds other files")
             if not names and (read_only or dim is None):
                 raise _nothing(uri, read_only)
         if here is not None and not read_only:
-            self._close = weakref.finalize(self, _locked(here))
+            self._close = weakref.finalize(self, locked(here))
         try:
             with failures(f"the store {uri} cannot be opened"):
                 place = "memory://" if uri == MEMORY else uri if here is None else str(here)
@@ -88,6 +84,9 @@ class EntryTable:
                 table = self._open(_TABLE)
                 self._table: Any = self._create(dim, num_thresholds, read_only) if table is None else table
             self._describe(dim, num_thresholds)
+            if uri.startswith(_REMOTE) and not read_only:
+                row = pyarrow.table({"opened": [datetime.now(UTC)]})
+                self.require_writer = Claim(uri, self._database, self._open(WRITERS), row).require
         except BaseException:
             self.close()
             raise
@@ -98,7 +97,18 @@ class EntryTable:
             self._table.checkout_latest()
             return self._table.version != self._version
 
-    def load(self) -> EntryRows:
+    def newest(self) -> EntryRows:
+        """Check out the newest version and read its rows; anew if it was compacted away meanwhile."""
+        for left in reversed(range(_TRIES)):
+            try:
+                self.refresh()
+                return self._load()
+            except VersionGone:
+                if not left:
+                    raise
+        raise AssertionError("a try returns or raises")
+
+    def _load(self) -> EntryRows:
         with failures(f"the store {self.uri} cannot be read"):
             self._version, count, done = self._table.version, self._table.count_rows(), 0
             ids, vectors = np.empty(count, np.int64), np.empty((count, self.dim + self.num_thresholds), np.float32)
@@ -188,15 +198,27 @@ class EntryTable:
             "snapshots": tuple(self.snapshots()),
         }
 
-    def put(self, columns: Mapping[str, Iterable[Any]], vectors: Floats) -> bool:
+    def put(self, columns: Mapping[str, Any], vectors: Floats, replaces: bool) -> bool:
         arrow, schema = self._arrow, self._table.schema
         vector = arrow.FixedSizeListArray.from_arrays(np.ascontiguousarray(vectors).ravel(), vectors.shape[1])
         arrays = [arrow.array(columns[field.name], field.type) for field in schema if field.name != "vector"]
-        merge = self._table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
+        merge = self._table.merge_insert("id").when_not_matched_insert_all()
+        if replaces:
+            merge = merge.when_matched_update_all()
         with failures(f"nothing was written to the store {self.uri}"):
-            version = merge.execute(arrow.table([*arrays, vector], schema=schema)).version
+            done = merge.execute(arrow.table([*arrays, vector], schema=schema))
+            if done.num_inserted_rows + done.num_updated_rows < len(vectors):
+                self._take_back(columns)
         self.highest = max(self.highest, *(int(key) for key in columns["id"]))
-        return self._committed(version)
+        return self._committed(done.version)
+
+    def _take_back(self, columns: Mapping[str, Any]) -> NoReturn:
+        """Another writer has inserted some of these ids at the same moment: delete the rest of this insert."""
+        written = columns["updated"][0].isoformat()  # differs between the two
+        self._table.delete(
+            f"{_among(np.asarray(columns['id']))} AND updated = arrow_cast('{written}', 'Timestamp(us, \"UTC\")')"
+        )
+        raise StoreError(f"another process has written some of these ids to {self.uri} at the same moment")
 
     def delete(self, ids: IntArray) -> bool:
         with failures(f"nothing was deleted from the store {self.uri}"):
@@ -224,14 +246,14 @@ class EntryTable:
             self._retire()
             self._table.restore(name)
 
-    def compact(self, keep: timedelta = timedelta(milliseconds=1)) -> None:
+    def compact(self, minutes: float) -> None:
         """Merge files and drop older versions, except snapshots and all versions since the first of them."""
         with failures(f"the files of {self.uri} were not compacted"):
             tagged = {tag["version"] for tag in self._table.tags.list().values()}
             dates = [old["timestamp"] for old in self._table.list_versions() if old["version"] in tagged]
             ages = [datetime.now(date.tzinfo) - date + timedelta(minutes=1) for date in dates]
             for _ in range(2):  # it first makes a version itself, which is then too young to be dropped
-                self._table.optimize(cleanup_older_than=max([keep, *ages]))
+                self._table.optimize(cleanup_older_than=max([timedelta(minutes=minutes, milliseconds=1), *ages]))
                 sleep(0.002)
             self._version, self._commits = self._table.version, 0
 
@@ -283,7 +305,11 @@ class EntryTable:
             raise _nothing(self.uri, read_only)
         a, columns = self._arrow, num_thresholds or 0
         time = a.timestamp("us", tz="UTC")
-        fields = [("id", a.int64()), *((name, a.string()) for name in _TEXTS), ("version", a.int64())]
+        fields = [
+            a.field("id", a.int64(), nullable=False, metadata=_KEY),
+            *((name, a.string()) for name in _TEXTS),
+            ("version", a.int64()),
+        ]
         fields += [("created", time), ("updated", time), ("vector", a.list_(a.float32(), dim + columns))]
         metadata = {_FORMAT: b"1", b"num_thresholds": str(columns).encode()}
         return self._database.create_table(_TABLE, schema=a.schema(fields, metadata=metadata))
@@ -302,57 +328,9 @@ class EntryTable:
                 )
 
 
-@contextmanager
-def failures(what: str) -> Generator[None]:
-    """Raise any LanceDB exception as a `StoreError` that says what did not happen."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        if "Not found" in reason and ".lance/" in reason:
-            reason = "files of the version that was opened are gone, as after `compact`: call refresh()"
-        raise StoreError(f"{what}: {reason}") from error
-
-
 def _nothing(uri: str, read_only: bool) -> StoreError:
     how = "there is nothing to read" if read_only else "give dim, the width of an embedding, to make one"
     return StoreError(f"there is no store at {uri}: {how}")
-
-
-def _locked(directory: Path) -> Callable[[], None]:
-    """Lock a directory for writing and return what releases it; after a crash the kernel frees the lock."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        raise StoreError(
-            f"{directory} cannot be opened for writing: stores on disk are written on Linux and macOS only; open it "
-            f'with read_only=True, use Store.open("{MEMORY}", ...) or a store on object storage'
-        ) from None
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise StoreError(
-            f"{directory} cannot be written ({error.strerror}): open it with read_only=True, or name another folder"
-        ) from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise StoreError(
-            f"{directory} is being written by another Store, and one may write at a time: open it with "
-            "read_only=True, or close the other one first"
-        ) from None
-    owner = os.getpid()
-
-    def release() -> None:
-        if os.getpid() == owner:  # a forked child shares the lock, which is not its own to end
-            fcntl.flock(file, fcntl.LOCK_UN)
-        os.close(file)
-
-    return release
 
 
 def _lists(rows: int) -> int:
