@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,25 @@ def test_json_is_what_the_library_says(run: Callable, tiny_model: str) -> None:
     (back,) = GeometrySurvey.from_json(out).models
     assert back.matrices == af.geometry.score(tiny_model, 1.5, "norm").matrices
     assert (back.model, back.gamma, back.mode) == (tiny_model, 1.5, "norm")
+
+
+def test_the_parts_of_a_job_array_are_the_whole(run: Callable, tiny_model: str, t5: str, tmp_path: Path) -> None:
+    copies = [shutil.copytree(t5, tmp_path / f"copy{number}") for number in range(2)]
+    models = [tiny_model, t5, *map(str, copies)]
+    parts = [GeometrySurvey.from_json(run.ok("geometry", *models, "--shard", f"{i}/3", "--json")) for i in (1, 2, 3)]
+    assert [[model.model for model in part.models] for part in parts] == [
+        [models[0], models[3]],
+        [models[1]],
+        [models[2]],
+    ]
+    whole = GeometrySurvey.from_json(run.ok("geometry", *models, "--json"))
+    merged = GeometrySurvey(tuple(model for part in parts for model in part.models), {})
+    assert sorted(map(str, merged.rows())) == sorted(map(str, whole.rows()))
+    code, out, _ = run("geometry", tiny_model, str(tmp_path / "nothing"), "--shard", "2/2", "--json")
+    empty = GeometrySurvey.from_json(out)
+    assert (code, empty.models, list(empty.unscored)) == (2, (), [str(tmp_path / "nothing")])
+    for bad, message in (("0/3", "I from 1 to N"), ("4/3", "I from 1 to N"), ("2", "I from 1"), ("9/9", "at most 4")):
+        assert message in run.refused("geometry", *models, "--shard", bad)
 
 
 def test_cross_attention(run: Callable, t5: str) -> None:

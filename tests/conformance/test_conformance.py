@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.conformance.cells import FEATURES, cell
-from tests.conformance.matrix import read, rows_of, worse
+from tests.conformance import __main__ as main
+from tests.conformance.cells import FEATURES, Cell, cell
+from tests.conformance.matrix import FILE, Row, read, rows_of, worse
 from tests.conformance.miniature import Architecture, architectures, named
 
 SUBSET = (
@@ -33,6 +36,34 @@ def test_the_committed_matrix_has_every_feature_of_every_class_that_was_built() 
     built = {key for key, feature in committed if feature != "build"}
     assert {architecture.key for architecture in chosen()} <= built
     assert all((key, feature) in committed for key in built for feature in FEATURES)
+
+
+def test_the_parts_of_a_job_array_merge_to_the_whole_matrix(tmp_path, monkeypatch, capsys):
+    def ran(chosen, workers, features):
+        for architecture in chosen:
+            yield [Row(architecture, feature, Cell("works", f"run by {number}")) for feature in features]
+
+    whole = read()
+    monkeypatch.setattr(main.matrix, "run", ran)
+    monkeypatch.setattr(main, "OUT", tmp_path)
+    monkeypatch.setattr(main.matrix, "FILE", tmp_path / "conformance.csv")
+    monkeypatch.setattr(main.page, "FILE", tmp_path / "conformance.md")
+    (tmp_path / "conformance.csv").write_text(FILE.read_text())
+    paths = []
+    for number in (1, 2, 3):
+        assert main.main(["--shard", f"{number}/3"]) == 0
+        paths.append(capsys.readouterr().out.strip())
+        assert (tmp_path / "conformance.csv").read_text() == FILE.read_text(), "a part leaves the table alone"
+    keys = [{key for key, _ in read(Path(path))} for path in paths]
+    assert sorted(key for part in keys for key in part) == sorted(a.key for a in architectures()), "each once"
+    assert main.main(["--merge", *paths]) == 0
+    merged = read(tmp_path / "conformance.csv")
+    assert {key for key, _ in merged} >= {key for key, _ in whole}
+    assert {row.cell.reason for row in merged.values()} == {"run by 1", "run by 2", "run by 3"}
+    assert "classes have been run" in (tmp_path / "conformance.md").read_text()
+    for bad in ("0/3", "4/3", "two"):
+        with pytest.raises(SystemExit):
+            main.main(["--shard", bad])
 
 
 def test_miniatures_have_every_kind_of_layer() -> None:

@@ -61,6 +61,7 @@ def geometry_score(
     picture: Annotated[
         Literal["plane", "layers", "heads"], option("--picture", "What to draw in an .svg or .png.")
     ] = "plane",
+    shard: Annotated[str | None, option("--shard I/N", "Only part I of N of the models, for a job array.")] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Score symmetry and directionality of attention.
@@ -73,8 +74,9 @@ def geometry_score(
     drawn = target is not None and target.suffix.lower() in (".svg", ".png")
     if drawn and picture == "heads" and len(set(models)) > 1:
         raise BadUsage(f"--picture heads shows one model, got {len(set(models))}: write .html to see them all")
+    models = models if shard is None else _part(list(dict.fromkeys(models)), shard)
     heads = per_head or picture == "heads" or (target is not None and target.suffix.lower() == ".html")
-    if len(set(models)) == 1:
+    if len(set(models)) == 1 and shard is None:
         arguments.require(models[0])
     overrides: dict[str, int] = {}
     for name, text in arguments.settings_from(config or [], "--config").items():
@@ -89,7 +91,7 @@ def geometry_score(
         if target is not None and result.models:
             spinner.stage(f"writing {output}")
             write(result, target, picture=picture)
-    if json_output and result.models:
+    if json_output and (result.models or shard):  # a part without scores is a part, too
         show(result, json_output)
     elif result.models:
         listed = result.models if per_head or len(result.models) == 1 else ()
@@ -99,6 +101,16 @@ def geometry_score(
         advice = reason.replace('attention="all"', "--attention all")  # as it is typed here
         complain(f"attnflow: {name}: {advice}")
     raise typer.Exit(0 if result.ok else 1 if result.models else 2)
+
+
+def _part(models: list[str], shard: str) -> list[str]:
+    """Every N-th model from the I-th, so that all parts together score each model once."""
+    first, _, count = shard.partition("/")
+    if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
+        raise BadUsage(f"--shard {shard!r} is not I/N with I from 1 to N, as in --shard 1/8")
+    if not (part := models[int(first) - 1 :: int(count)]):
+        raise BadUsage(f"--shard {shard} is empty: {len(models)} models make at most {len(models)} parts")
+    return part
 
 
 @app.command("why")
