@@ -1,4 +1,7 @@
-"""Loads `SCRIPT.py:NAME` for an audit: the script runs as under `python SCRIPT.py`, except its main part."""
+"""Loads `SCRIPT.py:NAME` for an audit: the script runs as under `python SCRIPT.py`, except its main part.
+
+Under `torchrun` each rank loads it, and the ranks audit what it makes together.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from typing import Any, Final, NamedTuple, NoReturn, cast
 import torch
 from torch import nn
 
+from attnflow._core.errors import RankFailed
 from attnflow._core.plain import close_to
 from attnflow.audit.functions import is_function
+from attnflow.models.passes.processes import together, world
 from attnflow.models.subject import Loaded, Subject
 
 LENGTH: Final = 31  # tokens of an example
@@ -28,6 +33,7 @@ class Audited(NamedTuple):
     subject: nn.Module | Loaded | Callable[..., object]
     inputs: Any = None
     order: Any = None
+    shard: Any = None  # of a step on several processes: the positions that this rank returns
 
 
 @contextmanager
@@ -45,18 +51,53 @@ def blaming(target: str) -> Generator[None]:
         os._exit, sys.argv = ended, [path]
         yield
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        cause, rank = cast(Exception, error), ""
+        here = f"rank {os.environ.get('RANK')}: "
+        if isinstance(error, RankFailed) and isinstance(error.__cause__, Exception) and str(error).startswith(here):
+            cause, rank = error.__cause__, here
+        lines = [frame.lineno for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == path]
         lines += [error.lineno] if isinstance(error, SyntaxError) and error.filename == path else []
         if not lines:
             raise
-        said = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
-        raise ValueError(f"{target} raised {said} (line {lines[-1]})") from error
+        said = f"{type(cause).__name__}: {str(cause).strip() or 'no message'}".splitlines()[0]
+        raise ValueError(f"{rank}{target} raised {said} (line {lines[-1]})") from error
     finally:
         os._exit, sys.argv = leave, arguments
 
 
 def load(target: str) -> Audited:
-    """Import the script, and return what the name means: a function without arguments makes it."""
+    """Import the script, and return what the name means: a function without arguments makes it.
+
+    Under torchrun every rank does so, and an error of one reaches all that have a process group.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched == 1:
+        return _loaded(target)
+    audited = error = None
+    try:
+        audited = _loaded(target)
+    except ValueError as raised:
+        error = raised
+    if not world() and error is not None:
+        raise ValueError(f"rank {os.environ.get('RANK')}: {error}") from error
+    if not world():
+        raise ValueError(
+            f"{launched} processes run {target}, but have no process group: call "
+            "torch.distributed.init_process_group() in the script, where it makes what is audited"
+        )
+
+    def here() -> Audited:
+        if audited is None:
+            raise cast(ValueError, error)
+        return audited
+
+    with together(world(), "attnflow audit") as processes:
+        assert processes is not None
+        processes.run(lambda: here() and None)
+    return here()
+
+
+def _loaded(target: str) -> Audited:
     file, name = _parts(target)
     path = file.resolve()
     if not path.is_file():
@@ -80,14 +121,14 @@ def load(target: str) -> Audited:
             value = getattr(value, part)
         if isinstance(value, types.FunctionType) and not inspect.signature(value).parameters:
             value = value()
-    parts: Any = value if type(value) is tuple and len(cast(Sequence[object], value)) in (2, 3) else (value,)
+    parts: Any = value if type(value) is tuple and len(cast(Sequence[object], value)) in (2, 3, 4) else (value,)
     audited = Audited(*parts)
     if isinstance(audited.subject, nn.Module | Loaded) or is_function(audited.subject):
         return audited
     what = "a class" if isinstance(value, type) else f"a {type(value).__name__}"
     raise ValueError(
         f"{target} is {what}: name a function of token ids, a module, or a function that makes one, alone or as "
-        "(module, inputs, order)"
+        "(module, inputs, order, shard)"
     )
 
 

@@ -16,6 +16,7 @@ from attnflow._core.errors import AttnflowError
 from attnflow._core.version import __version__
 from attnflow.cli import audit, explain, geometry, knowledge, mask, single
 from attnflow.cli._output import BadUsage, complain
+from attnflow.cli._ranks import part, speaks
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _HELP: Final = """Design, prove and inspect the directed information flow of Transformer attention.
@@ -81,6 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after the program's name (default: those of this process).
     """
+    code = _run(arguments)
+    part(code)
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     # Before torch loads: threads that wait by spinning make a shared machine several times slower, and gain nothing.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
@@ -95,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as a shell reports a program that SIGPIPE ended
     except Exception as error:  # a traceback would exit with 1, which means "a finding"
-        return _fail("interrupted", 130) if _is_interrupt(error) else _fail(_message(error))
+        if _is_interrupt(error):
+            return _fail("interrupted", 130)
+        return _fail(_message(error)) if speaks(error) else 2
     return code if isinstance(code, int) else 0
 
 

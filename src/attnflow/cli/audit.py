@@ -15,6 +15,7 @@ from attnflow._core.errors import AttnflowError
 from attnflow.cli import batch
 from attnflow.cli._arguments import argument, describe, integers, is_file, load, mask_argument, option, require, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, print_result, say, working
+from attnflow.cli._ranks import speaks
 
 _MODEL: Final = "MODEL"  # the command's name stands for its argument in `attnflow audit --help`
 _AUDITED: Final = "smollm2-135m, minilm, a folder, a GGUF file, a hub id, or SCRIPT.py:NAME (a function or module)."
@@ -70,7 +71,7 @@ def audit(
     order forbids nothing, or if the measured order differs from the saved one.
 
     SCRIPT.py:NAME is a function of token ids (a loss or an evaluation), a module, or a function without arguments that
-    makes one, alone or as (module, inputs, order). SCRIPT.py alone lists its names. The script is run as `python
+    makes one, alone or as (module, inputs, order, shard). SCRIPT.py alone lists its names. The script is run as `python
     SCRIPT.py` would run it, except its main part. The function gets ids of shape [2, 31] below 50, or --ids; its value
     for a token must not depend on later tokens.
     """
@@ -103,6 +104,7 @@ def audit(
         if scripted:
             script = scripts.load(model)
             audited, inputs, title = script.subject, scripts.example(script, tokens, token_ids), model
+            shard = script.shard
             declared = script.order if order is None else declared
             size = _positions(inputs) if order in ("causal", "full") else 0
         else:
@@ -115,16 +117,21 @@ def audit(
                 saved.require(type(audited.model).__name__, sum(p.numel() for p in audited.model.parameters()))
                 inputs = saved.arguments()
             title, size = describe(model, audited), sum(tensor.shape[1] for tensor in inputs.values())
+            shard = None
         if order in ("causal", "full"):
             declared = masks.causal(size) if order == "causal" else masks.full(size)
         dtype = torch.float64 if float64 else None
         with scripts.blaming(model) if scripted else nullcontext(), _naming_flags():
-            report = check(audited, inputs, declared, cache=cache, passes=passes, dtype=dtype, progress=spinner)
+            report = check(
+                audited, inputs, declared, shard=shard, cache=cache, passes=passes, dtype=dtype, progress=spinner
+            )
         measured = None if save is None and golden is None else record(cast(Any, audited), inputs, progress=spinner)
-    if target is not None and measured is not None:
+    if target is not None and measured is not None and speaks():
         measured.save(target)
     difference = None if golden is None or measured is None else measured.difference(MeasuredOrder.from_dict(golden))
-    if json_output and difference is not None:
+    if not speaks():
+        pass
+    elif json_output and difference is not None:
         print_json("attnflow.audit.against/1", {"audit": report.to_dict(), "difference": difference.to_dict()})
     elif json_output:
         print_result(report)
