@@ -112,10 +112,10 @@ def monitor(scene: Scene) -> None:
 
     def scored() -> None:
         handle.start()
+        right = dense.geometry(scene.weights | dense.weights_of(scene.model), "adapted" in scene.facts)
         if scene.rank:  # the first process records
             return
         found = [(row["symmetry"], row["directionality"]) for row in handle.scores.rows() if row["head"] == "all"]
-        right = dense.geometry(scene.weights | dense.weights_of(scene.model), "adapted" in scene.facts)
         if len(found) != len(right):
             raise Wrong(f"scores of {len(found)} layers")
         for one, other in zip(found, right, strict=True):

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from torch import nn
 
+from attnflow._core.wrappers import class_of
+
 _H = TypeVar("_H", bound="Handle")
 
 
@@ -26,6 +28,11 @@ class Handle(ABC):
     def active(self) -> bool:
         """Whether the change is still in force."""
         return self._active
+
+    @property
+    def kind(self) -> str:
+        """The name of the model's class, without wrappers."""
+        return class_of(self.model).__name__
 
     def remove(self) -> None:
         """Restore the model exactly to its state before the change; a second call does nothing.
@@ -61,4 +68,4 @@ class Handle(ABC):
         return self._summary() if self._active else f"{self._summary()} (removed)"
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} on {type(self.model).__name__}{'' if self._active else ', removed'}>"
+        return f"<{type(self).__name__} on {self.kind}{'' if self._active else ', removed'}>"

@@ -103,7 +103,7 @@ def reading(model: nn.Module | Loaded, inputs: Text | Mapping[str, Tensor], *, t
     Arguments, errors and cost are as in `answer`; the pass, its graph and the model's activations are held until
     `remove()` or the end of the `with` block. The model is not changed.
     """
-    subject = Subject.of(model, tokenizer)
+    subject = Subject.of(model, tokenizer).inside
     return AnswerReading(subject, subject.read_one(inputs))
 
 
@@ -115,7 +115,7 @@ def weights(
     Masks, attached biases, sinks and softcaps count. Args and errors as for `answer`; layer: its number, negative from
     the last. Of a model of two halves it is the decoder's self-attention. Cost: one forward pass.
     """
-    subject = Subject.of(model, tokenizer)
+    subject = Subject.of(model, tokenizer).inside
     held = HeldPass(subject, subject.read_one(inputs), {})
     by_layer = {a.layer: a.weights for a in held.attentions if a.site.kind == "self" and not held.halves[a.site.layers]}
     count = max(by_layer) + 1

@@ -19,10 +19,13 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.wrappers import own_name
 from attnflow.geometry.in_use import source_of
 from attnflow.models.passes.evaluation import REFUSALS, refusal
+from attnflow.models.passes.processes import whole
 from attnflow.models.passes.reads import ModuleCall, hold, may_be_norm
 from attnflow.models.passes.watching import Call, Watch
+from attnflow.models.placement import bare
 from attnflow.models.subject import Subject, Text
 from attnflow.models.weights.attention import AttentionLayer
 from attnflow.models.weights.checkpoints import Weights
@@ -106,7 +109,7 @@ def folded(layer: AttentionLayer, norms: Pair | NotFolded | None) -> tuple[Tenso
 
 
 def starred(path: str) -> str:
-    return re.sub(r"\d+", "*", path)
+    return re.sub(r"\d+", "*", own_name(path))
 
 
 def told(norms: Mapping[str, Pair | NotFolded]) -> list[str]:
@@ -154,7 +157,9 @@ def norms_of(
 
 def pass_of(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | None) -> NormPass | NotFolded:
     """Watch a model read a few tokens, or inputs."""
-    if subject.weights_elsewhere:
+    if subject.sharded_by not in ("", "FSDP2"):
+        return NotFolded(f"{subject.sharded_by} leaves no process a whole pass")
+    if subject.without_numbers:
         return NotFolded("its weights are not here")
     found: NormPass | NotFolded = NotFolded("no pass was made")
     for given in (None,) if inputs is None else (None, inputs):
@@ -197,7 +202,7 @@ def _pass(subject: Subject, layers: Sequence[AttentionLayer], inputs: Text | Non
 
     with trial(model, {site: watch(site.name) for site in sites}, role="pool"), Watch(watched, leave=leave):
         if inputs is None:
-            inner = cast(Any, subject.transformer)
+            inner = cast(Any, subject.model if subject.sharded_by else subject.transformer)
             read(inner, [Subject(inner).ordinary_tokens(_TOKENS)])
         else:
             model(**subject.read(inputs), **subject.sparing)
@@ -253,6 +258,8 @@ def in_half(values: Tensor) -> bool:
 
 def _held(name: str, call: ModuleCall) -> Norm | None:
     module, given, output = call.module, call.input, call.output
+    if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+        module = bare(module, whole)
     if in_half(given):  # half precision would hide whether the formula holds
         module, given = deepcopy(module).float(), given.float()
         with torch.no_grad():

@@ -36,7 +36,8 @@ def monitor(
 
     In your own loop, use it in a `with` block and call `step` after every optimiser step. With transformers, pass its
     callback, `Trainer(model, ..., callbacks=[handle.callback()])`: the records then stand in the Trainer's log, which
-    every checkpoint holds, and go on where training resumes. With several processes, the first one records.
+    every checkpoint holds, and go on where training resumes. With several processes, the first one records; if they
+    share the weights (FSDP2, tensor parallelism), each of them reports its steps.
 
     It scores weights as stored, `score(model, fold=False)`, without a pass of the model.
 
@@ -94,6 +95,7 @@ class Monitor(Handle):
         self._layers = layers_in_memory(model, attention)
         self._read = self._parameters()
         self._step: int | None = None  # None before the start
+        self._last: int | None = None  # step of the last record in this run, also of processes that keep none
 
     def results(self) -> Sequence[GeometryScores]:
         """The latest scores."""
@@ -136,22 +138,35 @@ class Monitor(Handle):
             ValueError: weights have become NaN or Inf.
             UnsupportedArchitecture: the model was sharded, or given adapters on queries or keys, since the last record.
         """
-        if self._read != (now := self._parameters()):  # in every process, so that none waits for another
-            self._layers, self._read = layers_in_memory(self.model, self._attention), now
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
+        subject, several = Subject(self.model), distributed.is_available() and distributed.is_initialized()
+        rows = subject.on_every_rank(
+            "record() of a geometry monitor", lambda _: self._rows(several and not subject.sharded_by)
+        )
+        step = self._last = self._step or 0
+        if several and distributed.get_rank() != 0:
             return None
-        rows: list[MatrixScores] = []
-        for layer in self._layers:
-            try:
-                rows += layer_scores(layer, *self._reading, self._per_head)
-            except ValueError as error:
-                raise ValueError(f"step {self._step}, {layer.name}: {error}") from error
-        step = self._step or 0
         self.scores = GeometryScores(f"step {step}", tuple(rows), *self._reading)
         self.history[step] = values_of(rows)
         if self._log is not None:
             self._log(dict(self.history[step]), step)
         return self.scores
+
+    def _rows(self, alone: bool) -> list[MatrixScores]:
+        """Score the layers: in every process that holds parts of the weights, else in the first `alone`."""
+        if self._read != (now := self._parameters()):  # in every process, so that none waits for another
+            self._layers, self._read = layers_in_memory(self.model, self._attention), now
+        rows: list[MatrixScores] = []
+        for layer in [] if alone and distributed.get_rank() != 0 else self._layers:
+            try:
+                rows += layer_scores(layer, *self._reading, self._per_head)
+            except ValueError as error:
+                raise ValueError(f"step {self._step}, {layer.name}: {error}") from error
+        return rows
+
+    @property
+    def recorded(self) -> bool:
+        """Whether this step was recorded; all processes agree, as those that share weights record together."""
+        return self._step in self.history or self._step == self._last
 
     def callback(self) -> Any:
         """Make the callback for a Trainer of transformers, which starts, counts steps and records the end by itself.
@@ -169,7 +184,7 @@ class Monitor(Handle):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if not any(raised) and self.active and self._step not in self.history:
+        if not any(raised) and self.active and not self.recorded:
             self.record()
         super().__exit__(*raised)
 
@@ -182,7 +197,7 @@ class Monitor(Handle):
     def _summary(self) -> str:
         state = "not started" if self._step is None else f"at step {self._step}"
         layers = plural(len(self._layers), "attention layer")
-        return f"scores {layers} of {type(self.model).__name__} every {self._every} steps; {state}"
+        return f"scores {layers} of {self.kind} every {self._every} steps; {state}"
 
 
 def values_of(rows: Sequence[MatrixScores]) -> dict[str, float]:

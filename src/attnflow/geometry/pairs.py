@@ -114,7 +114,8 @@ def pairs(
     >>> torch.allclose(found.symmetric + found.skew, found.scores * found.meet)
     True
     """
-    subject = Subject.of(model)
+    subject = Subject.of(model).inside
+    subject.require_whole("pairs")
     layer = integer("layer", layer)
     layers = [place for place in attention_layers(subject) if place.kind == "self" and tower in ("", place.tower)]
     chosen = [place for place in layers if place.layer == layer]

@@ -114,7 +114,7 @@ def reading(
     ...     [handle.explain(layer=1, head=head, query=3).tokens for head in (0, 1)]
     [('5', '6', '7', '8'), ('5', '6', '7', '8')]
     """
-    subject = Subject.of(model, tokenizer)
+    subject = Subject.of(model, tokenizer).inside
     return AttentionReading(subject, subject.read_one(inputs))
 
 
@@ -248,7 +248,7 @@ class AttentionReading(Handle):
 
     def _summary(self) -> str:
         kept = "no pass yet" if self._last is None else f"the pass up to layer {self._last.layer} is kept"
-        return f"reads the scores of {type(self.model).__name__}; {kept}"
+        return f"reads the scores of {self.kind}; {kept}"
 
 
 def _layer_site(model: nn.Module, every: Sequence[Site], layer: object, attention: object) -> tuple[int, Site]:

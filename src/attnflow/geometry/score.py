@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, cast, get_args
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from attnflow._core.checks import integer, preview
 from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
@@ -106,16 +105,39 @@ def score(
     """
     check_reading(gamma, mode)
     distances = [integer("distances", distance, 0) for distance in distances]
-    if isinstance(source, str | os.PathLike) and (inputs is not None or distances):
+    more = (gamma, mode, per_head, attention, fold, distances, inputs, config, progress)
+    if not isinstance(source, str | os.PathLike):
+        subject = Subject.of(source).inside
+        if subject.sharded_by not in ("", "FSDP2") and (inputs is not None or distances):
+            subject.require_whole("a score with inputs or distances")  # no pass of it shows whole queries and keys
+        if "FullyShardedDataParallel" in subject.sharded_by:
+            subject.require_whole("a score", "score a checkpoint, or shard with fully_shard")
+        return subject.on_every_rank("af.geometry.score", lambda _: _score(subject, *more))
+    if inputs is not None or distances:
         what = "distances" if inputs is None else "inputs"
         raise ValueError(f"{what} need a model in memory, got {source!r}: pass af.load_model({str(source)!r})")
-    weights, layers = layers_of(source, attention, config)
+    return _score(source, *more)
+
+
+def _score(
+    source: Subject | str | os.PathLike[str],
+    gamma: float,
+    mode: Mode,
+    per_head: bool,
+    attention: Attention,
+    fold: bool,
+    distances: Sequence[int],
+    inputs: Text | None,
+    config: Mapping[str, object] | None,
+    progress: Progress | None,
+) -> GeometryScores:
+    subject = source if isinstance(source, Subject) else None
+    weights, layers = layers_of(source.model if isinstance(source, Subject) else source, attention, config)
     used: Mapping[str, list[InUse]] = {}
     seen: NormPass | NotFolded | None = None
     rotary: dict[str, Rotary] = {}
     unturned: list[str] = []
-    if not isinstance(source, str | os.PathLike):
-        subject = Subject.of(source)
+    if subject is not None:
         if fold or distances:
             seen = pass_of(subject, layers, inputs)
         if distances:
@@ -281,17 +303,9 @@ def check_attention(attention: str) -> None:
 
 
 def layers_in_memory(model: nn.Module | Loaded, attention: Attention = "self") -> list[AttentionLayer]:
-    """List the layers of one kind of attention of a model in memory, even if wrapped for several devices."""
+    """List the layers of one kind of attention of a model in memory, without its wrappers."""
     check_attention(attention)
-    subject = Subject.of(model)
-    if isinstance(subject.model, DataParallel | DistributedDataParallel):
-        subject = Subject(subject.model.module)
-    if any(hasattr(parameter, "device_mesh") for parameter in subject.model.parameters()):
-        # Reading them is a collective operation: a monitor in one process would wait for the others for ever.
-        raise UnsupportedArchitecture(
-            "the weights are sharded over devices (DTensor), which geometry does not gather: initialise a model before "
-            "sharding it, and score its checkpoints"
-        )
+    subject = Subject.of(model).inside
     layers = [layer for layer in attention_layers(subject) if attention in ("all", layer.kind)]
     if not layers:
         raise UnsupportedArchitecture(f"the model has no {attention}-attention to score")

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from attnflow._core.results import Result
+from attnflow._core.wrappers import own_name
 from attnflow.geometry.in_use import InUse
 from attnflow.geometry.published import Matrix, PublishedComparison, Quartiles, Summary, published_of
 from attnflow.geometry.scores import FormScores, Mode
@@ -84,7 +85,7 @@ def rows_of(place: Place, scores: FormScores, width: int, folded: bool = True) -
         flags = {ZERO: values["norm"] == 0, NOT_SQUARE: math.isnan(values["symmetry"]), DISCOVERED: place.discovered}
         flags[NOT_FOLDED] = not folded
         marks = tuple(flag for flag, holds in flags.items() if holds)
-        about: dict[str, Any] = {"tower": place.tower, "name": place.name, "flags": marks, "width": width}
+        about: dict[str, Any] = {"tower": place.tower, "name": own_name(place.name), "flags": marks, "width": width}
         rows.append(MatrixScores(place.layer, "all" if full else head, place.kind, **values, **about))
     return rows
 

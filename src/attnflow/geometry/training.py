@@ -51,7 +51,9 @@ def penalty(model: nn.Module | Loaded, target: Target = "symmetric", per_head: b
         raise ValueError(f'target must be "symmetric" or "skew", got {target!r}')
     sign = 1 if target == "symmetric" else -1
     symmetry = head_symmetry if per_head else full_symmetry
-    module = Subject.of(model).model
+    subject = Subject.of(model)
+    subject.require_whole("penalty", "train with DistributedDataParallel instead")
+    module = subject.model
     parameters = {id(parameter) for parameter in module.parameters()}
     count, layers = _found.get(module, (-1, []))
     if count != len(parameters) or any(id(p) not in parameters for layer in layers for p in layer.parameters.values()):
@@ -139,6 +141,7 @@ def _initialise(
 ) -> None:
     if scale not in get_args(Scale):
         raise ValueError(f'scale must be "matched" or "paper", got {scale!r}')
+    Subject.of(model).require_whole("initialising queries and keys", "do it before you shard the model")
     layers = layers_in_memory(model)
     for layer in layers:  # before anything is written
         if not isinstance(layer.query_rows, Selected) or not isinstance(layer.key_rows, Selected):

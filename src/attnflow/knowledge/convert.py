@@ -87,7 +87,7 @@ def from_ffn(
     >>> from_ffn(model).knowledge.num_entries
     48
     """
-    subject = Subject.of(model)
+    subject = Subject.of(model).inside
     model = cast(Model, subject.model)
     for name, width in (("entry_dim", entry_dim), ("key_dim", key_dim)):
         if width is not None:
@@ -133,7 +133,8 @@ def to_ffn(model: Model | Loaded) -> Model:
     Raises:
         ValueError: the model is not converted, or its layers now have different numbers of entries, unlike a config.
     """
-    subject = Subject.of(model)
+    subject = Subject.of(model).inside
+    subject.require_whole("to_ffn")
     model = cast(Model, subject.model)
     forms = cast("list[LayerForm] | None", getattr(model, FORMS, None))
     if forms is None:

@@ -21,9 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.wrappers import class_of
+from attnflow._core.wrappers import own_name as own_name
+from attnflow._core.wrappers import unwrapped as unwrapped
 from attnflow.models.arguments import as_tensor, batched_ids, named_tensors, rows_of_ids, special_ids
 from attnflow.models.loading.names import MODELS
-from attnflow.models.loading.offload import device_of, without_numbers
+from attnflow.models.placement import Placement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts
     from attnflow.models.anatomy.sites import Site, Stack
 
-_WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 ENCODER: Final = ("input_ids", "inputs_embeds")
 _PRECISE: Final = (torch.float32, torch.float64)
 DECODER: Final = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -47,10 +49,9 @@ class Loaded(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class Subject(Placement):
     """A model and its tokenizer; each property looks at the model once."""
 
-    model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None = None
 
     @staticmethod
@@ -73,11 +74,6 @@ class Subject:
         model = unwrapped(self.model)
         return self if model is self.model else Subject(model, self.tokenizer)
 
-    @property
-    def kind(self) -> str:
-        """The name of the model's class."""
-        return type(self.model).__name__
-
     @cached_property
     def transformer(self) -> nn.Module:
         """The outermost transformers model inside, or the model itself."""
@@ -89,7 +85,7 @@ class Subject:
     def name(self) -> str:
         """The name that the model was loaded by, without local folders, or its class."""
         inner = self.transformer
-        name = str(getattr(getattr(inner, "config", None), "_name_or_path", "") or type(inner).__name__)
+        name = str(getattr(getattr(inner, "config", None), "_name_or_path", "") or class_of(inner).__name__)
         if not Path(name).is_absolute():
             return name
         for short, packaged in MODELS.items():
@@ -110,28 +106,6 @@ class Subject:
     @cached_property
     def encodes_and_decodes(self) -> bool:
         return getattr(self.config, "is_encoder_decoder", False) is True
-
-    @cached_property
-    def device(self) -> torch.device:
-        return device_of(self.model)
-
-    @cached_property
-    def without_numbers(self) -> bool:
-        """Whether a parameter lies on the meta device, and nothing brings its numbers for a call."""
-        return without_numbers(self.model)
-
-    @cached_property
-    def weights_elsewhere(self) -> bool:
-        """Whether weights are on the meta device and nothing brings them, or sharded over devices (DTensor)."""
-        return self.without_numbers or any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters())
-
-    def require_weights(self, what: str) -> None:
-        """Raise `UnsupportedArchitecture` for weights that are offloaded, saying what needs them."""
-        if any(parameter.is_meta for parameter in self.model.parameters()):
-            raise UnsupportedArchitecture(
-                f"{what} needs the weights of {self.kind} in place, and some are offloaded or on the meta "
-                "device; load it without device_map and offload"
-            )
 
     @cached_property
     def embedding(self) -> nn.Embedding | None:
@@ -279,6 +253,7 @@ class Subject:
             UnsupportedArchitecture: the weights are of half precision, on the meta device, or made in inference mode.
             ValueError: several sequences, or as for `read`.
         """
+        self.require_whole("an explanation")
         if self.without_numbers or any(parameter.is_inference() for parameter in self.model.parameters()):
             raise UnsupportedArchitecture(
                 "the weights are on the meta device, or were made in torch.inference_mode(): load the model outside of "
@@ -373,14 +348,3 @@ class Subject:
             texts.append(text)
             before = [token]
         return texts
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    names = [name for name in (*_WRAPPERS, *(["module"] if parallel else [])) if name in model._modules]
-    return unwrapped(model.get_submodule(names[0])) if names else model
-
-
-def own_name(path: str) -> str:
-    """A module's path without wrappers."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)

@@ -113,7 +113,7 @@ class AveragedTokens(Handle):
         self._hook.remove()
 
     def _summary(self) -> str:
-        return f"{type(self.model).__name__} reads input_ids [batch, n, width] as mean embeddings"
+        return f"{self.kind} reads input_ids [batch, n, width] as mean embeddings"
 
 
 def average_embeddings(model: nn.Module | Loaded) -> AveragedTokens:

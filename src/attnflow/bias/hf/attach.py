@@ -21,7 +21,6 @@ from attnflow.bias.hf.forward import biased
 from attnflow.bias.hf.layers import CHILD, BiasedLayer, Hooks, layers_of
 from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.models.anatomy.sites import models_around
-from attnflow.models.loading.addons import check_unwrapped
 from attnflow.models.passes.interception import Interception, base_implementation, check_implementation, intercept
 from attnflow.models.subject import Loaded, Subject
 from attnflow.models.weights.probe import OTHER_SEQUENCE
@@ -187,7 +186,7 @@ def attach_to(
     model = subject.model
     if next(layer_biases(model), None) is not None:
         raise ValueError(f"{subject.kind} has a bias attached already: remove it with its handle first")
-    check_unwrapped(model, "bias")
+    subject.require_unwrapped("bias")
     layers = layers_of(subject) if layers is None else layers
     children = _build(layers, configs, backend)
     around = models_around([layer.site for layer, _ in children])

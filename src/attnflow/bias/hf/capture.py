@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core import checks
+from attnflow._core.wrappers import own_name
 from attnflow.bias.attention import bias_of, weights_of
 from attnflow.bias.call import Allow, BiasedCall
 from attnflow.bias.kind import LayerBias, layer_biases
@@ -75,7 +76,7 @@ def capture(
     >>> capture(model, [5, 6, 7, 8]).values("bias", layer=0).sum(dim=1).abs() < 1e-6
     tensor([True, True, True, True])
     """
-    subject = Subject.of(model, tokenizer)
+    subject = Subject.of(model, tokenizer).inside
     model = subject.model
     biases = _chosen(model, layers)
     chosen, prompt = _heads(biases, heads), None
@@ -183,7 +184,7 @@ def _look(
 
     def see(path: str, bias: LayerBias, call: BiasedCall) -> None:
         number = bias.shape.index
-        seen[number] = observe(call, len(bias.kinds) if bias.enabled else 0, rows, heads, number, path)
+        seen[number] = observe(call, len(bias.kinds) if bias.enabled else 0, rows, heads, number, own_name(path))
 
     try:
         for bias, state in before:

@@ -17,7 +17,7 @@ from attnflow.bias.hf.cache import extend, new_slots
 from attnflow.bias.hf.layers import CHILD, Hooks
 from attnflow.bias.kind import LayerBias
 from attnflow.bias.terms import Dense, Term
-from attnflow.models.loading.addons import check_loaded
+from attnflow.models.loading.addons import check_loaded, split_heads
 from attnflow.models.passes.interception import AttentionCall, Output, Proceed
 
 # What else transformers adds to scores, [batch or 1, heads, queries, keys]: T5's buckets. The rest is refused.
@@ -33,6 +33,8 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
     if not isinstance(bias, LayerBias) or not (bias.enabled or bias.observer is not None):
         return proceed(call)
     check_loaded(bias, "bias", call.query)
+    if call.query.shape[1] != bias.shape.num_heads:
+        raise split_heads("bias")
     terms: tuple[Term, ...] = ()
     if bias.enabled:  # else it is only observed
         terms = _terms(call, bias, bias.hooks)

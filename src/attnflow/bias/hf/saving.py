@@ -26,17 +26,22 @@ def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:
     The file of tensors also contains the config, so one rename replaces an older bias: even if a save is killed, the
     folder holds a whole bias. Other files in the folder stay unchanged.
 
+    Of a sharded model, every process calls it: the shards are gathered, and the first process writes.
+
     Returns:
         The folder, which is created if necessary.
 
     Raises:
-        ValueError: the model has no bias, or the bias holds NaN or infinity, has no values yet (meta device), or is
-            spread over processes.
+        ValueError: the model has no bias, or the bias holds NaN or infinity, or has no values yet (meta device).
+        RankFailed: one of the processes that share the model failed, or did not call it.
     """
-    model = Subject.of(model).model
-    handle = handle_of(model)
+    subject = Subject.of(model)
+    handle = handle_of(subject.model)
     config = {"bias": [config.to_dict() for config in handle.configs]}
-    return save_addon(folder, "bias", _tensors(model), config, _identity(handle.base))
+    return subject.on_every_rank(
+        "af.bias.save",
+        lambda first: save_addon(folder, "bias", _tensors(subject.model), config, _identity(handle.base), first),
+    )
 
 
 def load(
@@ -71,6 +76,7 @@ def load(
     subject = Subject.of(model)
     if subject.without_numbers:
         raise ValueError("the model is on the meta device, where weights cannot be loaded: load its weights first")
+    subject.require_unwrapped("bias")
     saved = read(folder)
     layers = layers_of(subject)
     saved.check_base(_identity(layers), strict)

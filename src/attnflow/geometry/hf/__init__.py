@@ -30,7 +30,7 @@ class MonitorCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self._monitor.active:
-            if state.global_step not in self._monitor.history:
+            if not self._monitor.recorded:
                 self._monitor.record()
             self._log(state)
 

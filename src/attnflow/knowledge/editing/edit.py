@@ -111,7 +111,7 @@ def edit(
     Cost: writing and reading the text, 40 s of a core for 135M parameters, which `handle.moments` saves; then about 7 s
     for each fact. Memory: entries^2 float64 per layer, and a copy of changed values.
     """
-    subject = Subject.of(model, tokenizer)
+    subject = Subject.of(model, tokenizer).inside
     subject.require_weights("edit")
     if subject.tokenizer is None:
         raise ValueError("edit needs the model's tokenizer: pass what af.load_model returned, or tokenizer=...")

@@ -54,7 +54,7 @@ def load_edit(model: nn.Module | Loaded, folder: str | os.PathLike[str], *, stri
 
     Cost: entries x model_dim x rank float64 operations for each layer; an edit of one fact has rank 1.
     """
-    subject = Subject.of(model)
+    subject = Subject.of(model).inside
     subject.require_weights("load_edit")
     plain = editable(subject.model, "load_edit")
     saved = read_addon(folder, _KIND)
@@ -138,6 +138,7 @@ class Edited(Handle):
         Raises:
             UnsupportedArchitecture: the model has no one list of layers by which it could be recognised.
         """
+        Subject(self.model).require_whole("saving an edit", "save it before you shard the model")
         tensors = {
             f"layers.{layer}.{name}": cast(Tensor, getattr(change, name))
             for layer, change in self._patch.layers.items()

@@ -168,8 +168,7 @@ class Attached(Handle):
         added = [reader for reader in self.readers if isinstance(reader, StoreReader)]
         if not added:
             raise ValueError(
-                f"expected readers that attach added, but {type(self.model).__name__}'s own layers read the store: "
-                "save the model"
+                f"expected readers that attach added, but {self.kind}'s own layers read the store: save the model"
             )
         return save_readers(folder, self.model, added, self.encoder)
 
@@ -188,6 +187,6 @@ class Attached(Handle):
         }
         reads = "reads" if len(self.readers) == 1 else "read"
         return (
-            f"{plural(len(self.readers), 'layer')} of {type(self.model).__name__} {reads} {' or '.join(sorted(read))} "
+            f"{plural(len(self.readers), 'layer')} of {self.kind} {reads} {' or '.join(sorted(read))} "
             f"of the {plural(len(self.store), 'entry', 'entries')} of {self.store.uri}"
         )

@@ -84,7 +84,7 @@ def entry(
     >>> len(found.removal.chances) >= 3
     True
     """
-    subject = Subject.of(model, tokenizer)
+    subject = Subject.of(model, tokenizer).inside
     subject.require_weights("entry")
     checks.integer("count", count, 1)
     if subject.encodes_and_decodes:
@@ -128,7 +128,7 @@ def removal(
     model: Loaded, id: int, text: Text, *, position: int, layer: int | None = None, head: int = 0
 ) -> EntryRemoval:
     """`entry(model, id, ablate=text).removal` alone, of a model that reads entries."""
-    subject = Subject.of(model)
+    subject = Subject.of(model).inside
     return _removal(subject, _located(subject, id, layer, head), text, position, 8)
 
 

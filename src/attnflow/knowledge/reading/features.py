@@ -28,7 +28,6 @@ from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.feature_tensors import NAMES, Tensors, feature_tensors
 from attnflow.knowledge.saving import FORMS
 from attnflow.models.anatomy.feed_forward import FeedForward, stored
-from attnflow.models.loading.addons import check_unwrapped
 from attnflow.models.subject import Loaded, Subject
 
 _CHILD: Final = "knowledge_features"  # of a layer
@@ -171,7 +170,7 @@ def attach_features(
     1 layer of LlamaForCausalLM is read as features: layer 1 (40)
     """
     subject = Subject.of(model)
-    check_unwrapped(subject.model, "features")
+    subject.require_unwrapped("features", heads=False)
     if not layers:
         raise ValueError("layers is empty: give tensors by the number of a layer")
     readers: list[FeatureReader] = []
@@ -205,7 +204,7 @@ class AttachedFeatures(Handle):
     def _summary(self) -> str:
         listed = ", ".join(f"layer {reader.layer} ({reader.num_entries:,})" for reader in self.readers)
         verb = "is" if len(self.readers) == 1 else "are"
-        return f"{plural(len(self.readers), 'layer')} of {type(self.model).__name__} {verb} read as features: {listed}"
+        return f"{plural(len(self.readers), 'layer')} of {self.kind} {verb} read as features: {listed}"
 
 
 def _layer(subject: Subject, key: int | str) -> tuple[str, int]:

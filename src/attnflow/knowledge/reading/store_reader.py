@@ -24,7 +24,7 @@ from attnflow.knowledge.layered import SharedReader, reads_entries
 from attnflow.knowledge.store import Store
 from attnflow.knowledge.store.source import EntrySource
 from attnflow.models.anatomy.sites import Stack, models_around
-from attnflow.models.loading.addons import Addon, check_loaded, check_unwrapped, read_addon, save_addon
+from attnflow.models.loading.addons import Addon, check_loaded, read_addon, save_addon, split_heads
 from attnflow.models.passes.interception import (
     AttentionCall,
     Output,
@@ -73,8 +73,9 @@ class StoreReader(SharedReader):
         check_loaded(self, "reader", hidden)
         kind = self.gate.dtype
         with torch.autocast(hidden.device.type, enabled=False):
+            pooled = self.pooled.read(self.layer, hidden, kind)
             normed = functional.rms_norm(hidden.to(kind), hidden.shape[-1:])
-            asking = self.own * normed + self.pooled_map(self.pooled.read(self.layer, hidden, kind))
+            asking = self.own * normed + self.pooled_map(pooled)
             return self(asking).to(hidden.dtype)
 
     def forward(self, hidden: Tensor, source: object = None) -> Float[Tensor, "*tokens model_dim"]:
@@ -137,6 +138,8 @@ class PooledValues(nn.Module):
         passes, grad = self._now(), torch.is_grad_enabled()
         parts = passes.parts[grad]
         pooled = [parts[number] for number in self.layers if number in parts]
+        if len(pooled) == len(self.layers) and sum(part.shape[-1] for part in pooled) != self.width:
+            raise split_heads("reader")
         if len(pooled) < len(self.layers) or any(part.shape[:2] != hidden.shape[:2] for part in pooled):
             raise RuntimeError(
                 "a layer ran without its reader, because the attention implementation was set after "
@@ -215,7 +218,7 @@ def add_readers(
             f"{subject.kind} reads entries already: remove the earlier handle; edit the entries of a converted model "
             "in its base, model.knowledge"
         )
-    check_unwrapped(subject.model, "reader")
+    subject.require_unwrapped("reader")
     stack = subject.stack
     saved = None if folder is None else _saved(folder, stack, store, encoder)
     if saved is not None:
@@ -255,7 +258,11 @@ def save_readers(
         "key_dim": first.key_dim,
         "num_heads": first.num_heads,
     }
-    return save_addon(folder, _KIND, _tensors_of(readers), config, Subject(model).stack.identity(_CHILD))
+    subject = Subject(model)
+    return subject.on_every_rank(
+        "save",
+        lambda first: save_addon(folder, _KIND, _tensors_of(readers), config, subject.stack.identity(_CHILD), first),
+    )
 
 
 def _put(stack: Stack, pool: PooledValues, readers: Sequence[StoreReader]) -> ExitStack:

@@ -82,7 +82,7 @@ def writers(
     >>> len(writers(model, 7, count=5).entries)
     5
     """
-    subject = Subject.of(model, tokenizer)
+    subject = Subject.of(model, tokenizer).inside
     checks.integer("count", count, 1)
     subject.require_weights("writers")
     if not reads_entries(subject.model):

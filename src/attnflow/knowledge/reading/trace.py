@@ -116,7 +116,7 @@ def trace(
     >>> bool((result.layer(0).explained - 1).abs().max() < 1e-5)
     True
     """
-    subject = Subject.of(model, tokenizer)
+    subject = Subject.of(model, tokenizer).inside
     subject.require_weights("trace")
     if subject.encodes_and_decodes:
         raise UnsupportedArchitecture(

@@ -65,7 +65,7 @@ class MaskHandle(Handle):
         number = self._interception.num_modules
         modules = f"{number} attention module{'' if number == 1 else 's'}"
         doubt = f"; other mixing of positions was not looked for: {self.unchecked}" if self.unchecked else ""
-        return f"{distinct} on {modules} of {type(self.model).__name__}, computed by {self.backend}{doubt}"
+        return f"{distinct} on {modules} of {self.kind}, computed by {self.backend}{doubt}"
 
 
 def attach(

@@ -224,7 +224,7 @@ class MaskedAttention:
             if masked not in (1, size):
                 raise ValueError(
                     f"{self.name} attends with {size} {what}, but its masks are for {masked}: {self.forms.mask!r}"
-                    + (" (a mask for each head of the queries, where keys have fewer)" if what == "heads" else "")
+                    + ("; pass one for each query head of this process" if what == "heads" else "")
                 )
 
     def _positions(self, call: AttentionCall) -> Positions:

@@ -19,27 +19,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load as decoded
 from safetensors.torch import save as encoded
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from attnflow._core.errors import WrongBase
+from attnflow._core.errors import UnsupportedArchitecture, WrongBase
 from attnflow._core.files import write_atomically
 from attnflow.models.loading.offload import parameter_of
+from attnflow.models.passes.processes import whole
 
 _VERSION: Final = 1
 _NO_DIGEST: Final = "digest of this file".ljust(64, "-")  # in its place while it is computed
 _SAMPLES: Final = 16  # numbers of a matrix by which a model is recognised
 _ADAPTERS: Final = (".lora_", "modules_to_save")
-_PARALLEL: Final = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
-def check_unwrapped(model: nn.Module, kind: str) -> None:
-    """Raise for a model in data parallelism, which trains only the parameters that it found when it was put on."""
-    for wrapper in (base.__name__ for module in model.modules() for base in type(module).__mro__):
-        if wrapper in _PARALLEL:
-            raise ValueError(
-                f"{type(model).__name__} is in {wrapper} already, which would not average the gradients of a {kind} "
-                f"over processes: attach the {kind} first, then wrap or shard the model"
-            )
+def split_heads(kind: str) -> UnsupportedArchitecture:
+    return UnsupportedArchitecture(
+        f"a {kind} needs all heads of an attention layer in one process, and tensor parallelism splits them: use DDP "
+        f"or FSDP2 instead, and attach the {kind} before them"
+    )
 
 
 def check_loaded(added: nn.Module, kind: str, like: Tensor) -> None:
@@ -100,22 +96,23 @@ def save_addon(
     tensors: Mapping[str, Tensor],
     config: Mapping[str, object],
     base: Mapping[str, object],
+    write: bool = True,
 ) -> Path:
-    """Write an add-on to a folder, which is returned; other files there stay. `ValueError` for what cannot be saved."""
+    """Write an add-on to a folder, which is returned; other files there stay. `ValueError` for what cannot be saved.
+
+    Every rank with shards of the tensors calls it; one of them is to `write`.
+    """
     if any(tensor.is_meta for tensor in tensors.values()):
         raise ValueError(f"the {kind} is on the meta device, where it has no values to save")
-    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        raise ValueError(
-            f"the {kind} is sharded over processes (FSDP), each with a part of it: save the whole state dict with "
-            f"Trainer or accelerate, load it into one model, and save that model's {kind}"
-        )
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    plain = {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()}
     if bad := _nonfinite(plain):
         raise ValueError(f"the {kind} holds NaN or infinity in {', '.join(bad[:3])}, which is not saved")
     about = {"kind": kind, "version": _VERSION, "base": dict(base), "config": dict(config)}
     content = encoded(plain, metadata={"attnflow": json.dumps(about), "sha256": _NO_DIGEST})
     digest = hashlib.sha256(content).hexdigest()
     folder = Path(folder)
+    if not write:
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     with write_atomically(folder / f"{kind}.safetensors") as file:
         file.write(content.replace(_NO_DIGEST.encode(), digest.encode(), 1))
@@ -163,9 +160,8 @@ def identity(config: object, layers: Sequence[nn.Module], without: str, **sizes:
             ours = without in name or any(part in name for part in _ADAPTERS)
             if parameter.is_meta:
                 parameter = parameter_of(layer, name)
-            elsewhere = parameter.is_meta or isinstance(parameter, DTensor)
-            if not (ours or elsewhere) and parameter.is_floating_point() and parameter.ndim == 2:
-                flat = parameter.detach().flatten()
+            if not (ours or parameter.is_meta) and parameter.is_floating_point() and parameter.ndim == 2:
+                flat = whole(parameter.detach()).flatten()
                 samples += flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float().tolist()
                 break
     return {

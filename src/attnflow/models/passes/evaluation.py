@@ -111,7 +111,7 @@ def unchanged(model: nn.Module) -> Generator[None]:
         compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
         if compiled:  # else FlexAttention, which transformers compiles itself, would form all its scores
             stack.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))  # it is set when it is made
-        _gathered_freed(model)
+        free_gathered(model)
         parts = (
             cast("dict[str, Any]", part)
             for m in model.modules()
@@ -123,7 +123,7 @@ def unchanged(model: nn.Module) -> Generator[None]:
         try:
             yield
         finally:
-            _gathered_freed(model)
+            free_gathered(model)
             for part, content in before:
                 now = [*map(id, part), *map(id, part.values())]
                 if now != [*map(id, content), *map(id, content.values())]:  # else another thread may be in a call of it
@@ -136,7 +136,7 @@ def unchanged(model: nn.Module) -> Generator[None]:
                         buffer.copy_(value)
 
 
-def _gathered_freed(model: nn.Module) -> set[int]:
+def free_gathered(model: nn.Module) -> set[int]:
     """Let FSDP modules hold their shards, as a first call may have gathered them; the ids of the parameters there."""
     stored: set[int] = set()
     for module in filter(stores_shards, model.modules()):
@@ -156,7 +156,7 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
     if dtype is None:
         yield
         return
-    stored = _gathered_freed(model)
+    stored = free_gathered(model)
     owners = [(module._parameters, dict(module._parameters)) for module in model.modules()]  # offload replaces them
     tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point())
     saved = [(tensor, tensor.data) for tensor in tensors if not hasattr(tensor, "device_mesh")]
@@ -172,7 +172,7 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
             for tensor, data in saved:
                 tensor.data = data
             if stored:
-                _gathered_freed(model)
+                free_gathered(model)
             for parameters, before in owners:
                 parameters.update(before)
 

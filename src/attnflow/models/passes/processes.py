@@ -84,7 +84,9 @@ class Processes:
         self._store = c10d.PrefixStore(place, c10d._get_default_store())
         self._runs = 0
         late = self._missing("here", LIMIT)
-        if late:
+        if late:  # this was no meeting: the next one must not take it for one
+            self._store.delete_key(f"here/{self.rank}")
+            _met[self.ranks] -= 1
             raise RankFailed(
                 f"{plural(len(late), 'rank')} ({', '.join(map(str, late))}) did not call {what} within "
                 f"{int(LIMIT.total_seconds())} s: call it on each of the {len(self.ranks)} processes, as they run the "
@@ -227,6 +229,16 @@ class Communication(TorchDispatchMode):
         if "c10d" in func.namespace and not self.seen:
             self.seen = str(func)
         return func(*args, **(kwargs or {}))
+
+
+def on_every_rank(ranks: Sequence[int], what: str, call: Callable[[bool], T]) -> T:
+    """What a call gives this rank, which may gather; it is told whether it is the first, which writes files."""
+    with together(ranks, what) as processes:
+        if processes is None:
+            return call(True)
+        results: list[T] = []  # these may hold models, so they are not sent
+        processes.run(lambda: results.append(call(processes.rank == ranks[0])))
+        return results[0]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.wrappers import class_of
 from attnflow.models.anatomy.sites import Site, models_around
 from attnflow.models.passes.evaluation import REFUSALS, evaluating, refusal, unchanged
 from attnflow.models.passes.interception import Interceptor, Role, intercept, without_masks
@@ -29,7 +30,7 @@ class DoesNotRun(UnsupportedArchitecture):
 
     def __init__(self, model: nn.Module, error: Exception) -> None:
         self.why = f"{type(error).__name__}: {refusal(error)}"
-        super().__init__(f"{type(model).__name__} does not run on a few tokens ({self.why})")
+        super().__init__(f"{class_of(model).__name__} does not run on a few tokens ({self.why})")
 
 
 @contextmanager

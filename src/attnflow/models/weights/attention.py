@@ -18,6 +18,7 @@ from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.anatomy.mixing import moves_between_positions
 from attnflow.models.loading.offload import parameter_of
+from attnflow.models.passes.processes import whole
 from attnflow.models.subject import Subject
 from attnflow.models.weights.checkpoints import BadCheckpoint, Weights, config_of
 from attnflow.models.weights.families.find import (
@@ -86,6 +87,7 @@ def attention_layers(model: nn.Module | Subject) -> list[AttentionLayer]:
 
     def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
         parameter = parameters[tensor] if not parameters[tensor].is_meta else parameter_of(subject.model, tensor)
+        parameter = whole(parameter)
         return parameter if rows is None else parameter[slice(*rows)]
 
     return [
@@ -151,7 +153,7 @@ def _places(subject: Subject, shapes: Shapes, config: Config) -> tuple[Place, ..
         return {word: n for word in _HEADS if isinstance(n := getattr(at[path], word, None), int)}
 
     pairs = registered(shapes, root, stated)
-    if not subject.weights_elsewhere:
+    if not subject.without_numbers:
         try:
             sites = subject.sites
         except (ImportError, ValueError, UnsupportedArchitecture):
@@ -173,7 +175,10 @@ def _probed(subject: Subject, sites: Sequence[Site], pairs: Pairs) -> Pairs:
     if not chosen:
         return result
     traced = traces(subject, chosen)
-    probed = weights_in({site.name: site.module for site in chosen}, traced)
+    if subject.sharded_by:  # layers that are built alike have one trace, so that none is told to share another's keys
+        probed = {name: weights_in({name: cast(Any, trace.module)}, traced)[name] for name, trace in traced.items()}
+    else:
+        probed = weights_in({site.name: site.module for site in chosen}, traced)
     for site in chosen:
         named = [pair for pair in pairs if inside(pair[0].path, site.name)]
         certain = [place for _, place in named if isinstance(place, Place) and not place.discovered]

@@ -6,7 +6,6 @@ tower's, are called alone.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from attnflow.models.passes.evaluation import REFUSALS, refusal
 from attnflow.models.passes.interception import AttentionCall, Output, Proceed
 from attnflow.models.passes.trial import read, trial
 from attnflow.models.passes.watching import Arguments, Call, Watch
+from attnflow.models.placement import bare
 from attnflow.models.subject import Subject
 
 TOKENS: Final = 16  # so many numbers by which a component is recognised
@@ -49,6 +49,7 @@ class NoiseTrace:
     inputs: dict[str, list[_Vectors]] = field(default_factory=lambda: dict[str, list[Tensor]]())
     results: dict[str, _Vectors] = field(default_factory=lambda: dict[str, Tensor]())
     outputs: dict[str, _Vectors] = field(default_factory=lambda: dict[str, Tensor]())
+    module: nn.Module | None = None  # the copy that was observed, where the weights are not here
     why: str = "no call of it was seen when the model read one token"
 
     def clear(self) -> None:
@@ -62,18 +63,25 @@ def traces(subject: Subject, sites: Sequence[Site]) -> dict[str, NoiseTrace]:
         return _traces(subject.model, sites)
     built = {site.name: (str(site.module), *(p.shape for p in site.module.parameters())) for site in sites}
     first = {built[site.name]: site for site in reversed(sites)}
-    made = {form: _traces(subject.model, [_empty(site)], alone=True)[site.name] for form, site in first.items()}
+    made: dict[object, NoiseTrace] = {}
+    for form, site in first.items():
+        copied = _empty(site)
+        made[form] = _traces(subject.model, [copied], alone=True)[site.name]
+        made[form].module = copied.module
     return {site.name: made[built[site.name]] for site in sites}
 
 
 def _empty(site: Site) -> Site:
-    """Copy an attention module whose weights are not here with zeros for weights: noise replaces what they make."""
-    zeros: dict[int, object] = {id(site.owner.config): site.owner.config}
-    for tensor in (*site.module.parameters(), *site.module.buffers()):
-        zero = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-        trained = isinstance(tensor, nn.Parameter)
-        zeros[id(tensor)] = nn.Parameter(zero, tensor.requires_grad) if trained else zero
-    return replace(site, module=copy.deepcopy(site.module, zeros).eval())
+    """Copy an attention module whose weights are not here with random ones: noise replaces what they make."""
+    config, generator = site.owner.config, torch.Generator().manual_seed(0)
+
+    def numbers(tensor: Tensor) -> Tensor:
+        if tensor.is_meta or not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return torch.rand(tensor.shape, generator=generator, device="cpu").to(tensor.dtype)
+
+    module = bare(site.module, numbers, {id(config): config})
+    return replace(site, module=module.eval())
 
 
 def _traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict[str, NoiseTrace]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.packing import BOUNDARIES
 from attnflow.models.arguments import CACHES
 from attnflow.tasks.prefixes import Batch, SharedPlan
@@ -109,9 +110,10 @@ def to_rows(tensor: Tensor, chosen: SharedPlan) -> Tensor:
     elif chosen.label_place is not None and tuple(tensor.shape[:2]) == (rows, width - 1):
         place = chosen.label_place
     else:
-        raise RuntimeError(
+        raise UnsupportedArchitecture(
             f"cannot map an output of shape {tuple(tensor.shape)} back to the batch's sequences: expected [{rows}, "
-            f"{width}, ...] or one row for each label. Remove the handle of share_prefixes for this call"
+            f"{width}, ...] or one row for each label, not a part (sequence parallelism). Remove the handle of "
+            "share_prefixes for this call"
         )
     index = torch.from_numpy(place).to(tensor.device)
     flat = tensor.reshape(rows * tensor.shape[1], *tensor.shape[2:])

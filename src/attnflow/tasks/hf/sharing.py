@@ -11,7 +11,6 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, Trainer
 
@@ -71,7 +70,7 @@ class SharedPrefixes(Handle):
 
     def _summary(self) -> str:
         head = f" (but its head for every token: {self.no_copies})" if self.no_copies else ""
-        return f"{type(self.model).__name__} runs common prefixes once{head}: {self.report}"
+        return f"{self.kind} runs common prefixes once{head}: {self.report}"
 
 
 def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
@@ -143,10 +142,8 @@ def prepared(model: nn.Module) -> tuple[nn.Module, Backbone, Calls, bool]:
             return outer, backbone, calls, True
     owner = backbone.module
     name = type(owner).__name__
-    if any(isinstance(parameter, DTensor) for parameter in owner.parameters()):
-        raise UnsupportedArchitecture(
-            f"the parameters of {name} are sharded over devices already: call share_prefixes before fully_shard"
-        )
+    if (subject := Subject(outer)).sharded_by != "tensor parallelism":
+        subject.require_whole("share_prefixes", "call share_prefixes before fully_shard")
     if any(in_force(site.module, "mask") for site in backbone.sites):
         raise ValueError(f"{name} has a mask from masks.attach: remove it before share_prefixes")
     check_implementation(owner, base_implementation(owner.config), f"the attention of {name}", "mask")

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import MissingExtra
+from attnflow._core.wrappers import class_of
 from attnflow.models.loading.names import resolve
 from attnflow.models.loading.offload import parameter_of
+from attnflow.models.passes.processes import whole
 from attnflow.models.weights.checkpoints.files import (
     GGUF,
     SAFETENSORS,
@@ -101,12 +103,11 @@ def _module_weights(model: nn.Module) -> Weights:
         parameter = (parameter_of(model, tensor) if every[tensor].is_meta else every[tensor]).detach()
         if parameter.is_meta:
             raise BadCheckpoint(f"{tensor} is on the meta device, which holds no numbers: load the weights first")
-        if hasattr(parameter, "full_tensor"):  # a DTensor
-            raise BadCheckpoint(f"{tensor} is sharded over devices, which are not asked for it: score a checkpoint")
+        parameter = whole(parameter)
         return as_float(parameter if rows is None else parameter[slice(*rows)])
 
     return Weights(
-        str(config.get("_name_or_path") or type(model).__name__),
+        str(config.get("_name_or_path") or class_of(model).__name__),
         config,
         {name: tuple(parameter.shape) for name, parameter in parameters.items()},
         frozenset(name for name, parameter in parameters.items() if not parameter.is_floating_point()),
