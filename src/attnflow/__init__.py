@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from attnflow._core.errors import AttnflowError, LeakFound, MissingExtra, UnsupportedArchitecture
+from attnflow._core.errors import AttnflowError, LeakFound, MissingExtra, RankFailed, UnsupportedArchitecture
 from attnflow._core.lazy import install
 from attnflow._core.version import __version__
 from attnflow.models.loading.names import REGISTRATIONS
@@ -16,6 +16,7 @@ __all__ = [
     "AttnflowError",
     "LeakFound",
     "MissingExtra",
+    "RankFailed",
     "UnsupportedArchitecture",
     "__version__",
     "audit",

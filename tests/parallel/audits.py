@@ -185,6 +185,13 @@ def checked_batch(model, batch):
     return [look.verdict for look in looks]
 
 
+def guarded_then_sharded():
+    model = tiny()
+    with af.audit.guard(model) as watching:
+        sharded(model)(own_batch()).logits.sum().backward()
+    return [watching.ok, len(watching.reports), all(p.grad is not None for p in model.parameters())]
+
+
 def own_batch():
     return torch.randint(97, (2, 12 + 2 * dist.get_rank()), generator=torch.Generator().manual_seed(dist.get_rank()))
 
@@ -221,6 +228,7 @@ def cases():
         "measured, FSDP2",
         lambda: [af.audit.measure(sharded(tiny()), IDS[:1, :5], by="output").masks[0] == af.masks.causal(5)],
     )
+    yield "guard before FSDP2", guarded_then_sharded
     yield "layers, FSDP2", lambda: [str(af.audit.measure(sharded(tiny()), IDS[:1, :5]))]
     for leak in (False, True):
         yield (

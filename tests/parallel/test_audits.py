@@ -120,6 +120,7 @@ def test_what_runs_on_one_rank_alone_is_named(ranks):
     assert not ok
     assert elsewhere == {str(rank): "no guard, or it did not reach this call" for rank in range(1, len(ranks))}
     assert all(answers["measured, FSDP2"] == [True] for answers in ranks)
+    assert all(answers["guard before FSDP2"] == [True, len(ranks), True] for answers in ranks)
 
 
 ZIGZAG = [[[0, 1, 6, 7], [8, 9, 14, 15]], [[2, 3, 4, 5], [10, 11, 12, 13]]]

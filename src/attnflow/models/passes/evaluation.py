@@ -111,7 +111,7 @@ def unchanged(model: nn.Module) -> Generator[None]:
         compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
         if compiled:  # else FlexAttention, which transformers compiles itself, would form all its scores
             stack.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))  # it is set when it is made
-        free_gathered(model)
+        gathered = free_gathered(model)
         parts = (
             cast("dict[str, Any]", part)
             for m in model.modules()
@@ -134,15 +134,21 @@ def unchanged(model: nn.Module) -> Generator[None]:
                 if not torch.equal(buffer.to_dense(), value.to_dense()):
                     with torch.no_grad():
                         buffer.copy_(value)
+            for module in gathered:  # a guard may look at the model inside a call that goes on
+                cast(Any, module).unshard()
 
 
-def free_gathered(model: nn.Module) -> set[int]:
-    """Let FSDP modules hold their shards, as a first call may have gathered them; the ids of the parameters there."""
-    stored: set[int] = set()
-    for module in filter(stores_shards, model.modules()):
+def free_gathered(model: nn.Module) -> list[nn.Module]:
+    """Let FSDP modules hold their shards; those that held gathered ones, which a running call does not give up."""
+    gathered: list[nn.Module] = []
+    nested: set[int] = set()
+    for module in reversed([*filter(stores_shards, model.modules())]):  # parents come last
+        own = [parameter for parameter in module.parameters() if id(parameter) not in nested]
+        if not all(hasattr(parameter, "device_mesh") for parameter in own):
+            gathered.append(module)
         cast(Any, module).reshard()
-        stored.update(map(id, module.parameters()))
-    return stored
+        nested.update(map(id, module.parameters()))
+    return gathered
 
 
 @contextmanager
@@ -156,7 +162,8 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
     if dtype is None:
         yield
         return
-    stored = free_gathered(model)
+    free_gathered(model)
+    stored = {id(parameter) for module in filter(stores_shards, model.modules()) for parameter in module.parameters()}
     owners = [(module._parameters, dict(module._parameters)) for module in model.modules()]  # offload replaces them
     tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point())
     saved = [(tensor, tensor.data) for tensor in tensors if not hasattr(tensor, "device_mesh")]
