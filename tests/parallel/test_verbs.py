@@ -15,7 +15,14 @@ import pytest
 
 from tests.processes import torchrun
 
-TABLE = Path(__file__).with_name("verbs_table.md")
+PAGE = Path(__file__).parents[2] / "docs" / "parallel_verbs.md"
+HEAD = """# Which verbs work on several processes?
+
+`+` works, with the values of one process. `r` is refused by one sentence, which stands below the table. An empty cell
+has nothing to try. Tests run every cell on two gloo processes (the last two columns on four) and compare this page.
+Audits, batches and guards run on all of them: see [Several processes](guides/parallel.md).
+
+"""
 REFUSALS = {"ValueError", "UnsupportedArchitecture"}
 RAW = re.compile(r"DTensor|aten\.|deepcopy|_local_tensor|setStorage|mat1|Traceback")
 LOAD = "load it on one process with af.load_model(folder)"
@@ -161,8 +168,8 @@ def _in_general(said: str) -> str:
 
 
 def test_the_table_of_the_guide(two, four):
-    assert table(two, four) == TABLE.read_text()
+    assert HEAD + table(two, four) == PAGE.read_text()
 
 
 if __name__ == "__main__":
-    TABLE.write_text(table(*(json.loads(Path(path).read_text()) for path in sys.argv[1:])))
+    PAGE.write_text(HEAD + table(*(json.loads(Path(path).read_text()) for path in sys.argv[1:])))
