@@ -73,7 +73,7 @@ assert abs(total - told.value) < 1e-3
 
 # %%
 flow = af.audit.declared_order(loaded, text)
-print(flow.masks[0], "of depth", flow.depth)
+print(repr(flow.masks[0]), "of depth", flow.depth)
 print("may reach the answer:", sum(layers >= 0 for layers in told.reach))
 print("forbidden edges that carry something:", len(told.leaks))
 

@@ -23,6 +23,10 @@ from tests.strategies import square_masks
 HOSTILE = ["<script>alert(1)</script>", '" onload="x', "a\x00b\x1b[31m", "\u202eback", "\ud800", "&amp;", "]]>", ""]
 
 
+def chains(length, number):
+    return masks.block_diagonal([masks.causal(length)] * number)
+
+
 def random_order(size, share, seed=0):
     table = np.tril(np.random.default_rng(seed).random((size, size)) < share, -1)
     return masks.from_dense(torch.from_numpy(table))
@@ -94,6 +98,31 @@ def test_large_diagrams_are_summarised_and_say_so(mask):
         for node in with_class(root, "af-node")
     )
     assert shown == len(flow.classes)
+
+
+@pytest.mark.parametrize(
+    "mask", [masks.causal(33), masks.sliding_window(50, 1), masks.dilated_window(60, 3, 1)], ids=repr
+)
+def test_a_number_of_boxes_is_the_only_limit_when_asked_for(mask):
+    flow = analyze(mask)
+    count = len(flow.classes)
+    root = parse_svg(figure(flow, max_nodes=count).markup)
+    assert len(with_class(root, "af-node")) == count
+    assert len(with_class(root, "af-edge")) == len(flow.hasse.edges)
+    assert len(with_class(parse_svg(figure(flow, max_nodes=count - 1).markup), "af-node")) < count
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [masks.causal(100), masks.full(100), masks.document([9] * 300), masks.butterfly(200), chains(2, 61)],
+    ids=repr,
+)
+def test_every_label_of_a_summary_is_in_a_box_or_its_tooltip(mask):
+    names = [f"w{position}" for position in range(mask.num_queries)]
+    root = parse_svg(figure(analyze(mask), labels=names).markup)
+    boxes = with_class(root, "af-node")
+    assert all(re.search(r"w\d", " ".join(text.text for text in box.iter("text"))) for box in boxes)
+    assert all("w" in box.find("title").text.split(" · ")[1] for box in boxes)
 
 
 def test_hostile_labels_stay_text():
@@ -180,10 +209,6 @@ def test_dots_stand_for_at_least_two_classes(count, second):
     shown = texts(parse_svg(figure(analyze(mask)).markup))
     assert f"chain of {count}" in shown
     assert second in shown
-
-
-def chains(length, number):
-    return masks.block_diagonal([masks.causal(length)] * number)
 
 
 FORTY_EIGHT = {

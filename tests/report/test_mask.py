@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attnflow import masks, testing
+from attnflow import masks, report, testing
 from attnflow.order import analyze
 from attnflow.report import figure
 from attnflow.report.mask import block_sizes
@@ -123,6 +123,34 @@ def test_a_long_mask_is_small_and_needs_no_table(monkeypatch):
     monkeypatch.setattr(masks.Mask, "dense_chunks", lambda *_, **__: pytest.fail("built n x n in chunks"))
     for mask in (masks.causal(131_072), masks.block_two_stream(512, 64)):
         assert len(figure(mask).markup) < 60_000
+
+
+@pytest.mark.parametrize("size", [3, 33, 64])
+def test_every_label_is_drawn(size):
+    names = [f"w{position}" for position in range(size)]
+    root = parse_svg(figure(masks.causal(size), labels=names, size=64).markup)
+    assert sorted(texts(root)) == sorted(2 * names)
+    assert min(float(text.get("font-size")) for text in root.iter("text")) >= 10
+    assert "w2" in report.page(masks.causal(size), labels=names).html
+
+
+def test_labels_that_have_no_room_are_refused():
+    with pytest.raises(
+        ValueError, match=r"for at most 64 positions, got 65: .* or draw a part, such as mask\[:64, :64\]"
+    ):
+        figure(masks.causal(65), labels=["w"] * 65)
+    page = report.page(masks.causal(65), labels=["word"] * 65).html
+    assert "Its 65 labels stand in the Hasse diagram." in page
+    assert "word" in page
+
+
+@pytest.mark.parametrize("size", [0, 6, 24, 5000])
+def test_a_printed_mask_is_a_small_picture(size):
+    lines = str(masks.causal(size)).splitlines()
+    assert lines[0] == repr(masks.causal(size))
+    assert max(map(len, lines)) <= 36
+    assert len(lines) <= 24
+    assert ("a sign: " in str(masks.causal(size))) == (size > 32)  # reduced
 
 
 HALVES = {" ": (0, 0), "▀": (1, 0), "▄": (0, 1), "█": (1, 1)}

@@ -202,13 +202,42 @@ def test_it_shows_itself_in_a_notebook_and_on_a_page(name):
 def test_it_has_a_picture_in_every_format(name, tmp_path):
     result = made(name)
     picture = report.figure(result)
-    charts = () if isinstance(picture, Svg) else ((".png", b"\x89PNG"), (".pdf", b"%PDF"))
-    for suffix, start in ((".svg", b"<"), *charts):
-        assert report.encode(result, suffix).startswith(start)
+    for suffix, start in ((".svg", b"<"), (".png", b"\x89PNG"), (".pdf", b"%PDF")):
+        assert svg.encode(picture, suffix).startswith(start)
     picture.savefig(tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").stat().st_size
     if isinstance(picture, Svg):
         parse_svg(picture.markup)
+
+
+@pytest.mark.parametrize("name", [*KINDS, "MaskHandle"])
+def test_it_takes_a_title(name):
+    result = HANDLES[name]() if name in HANDLES else made(name)
+    picture = report.figure(result, title="As in section 3")
+    if isinstance(picture, Svg):
+        assert "As in section 3" in texts(parse_svg(picture.markup))
+    else:
+        assert "As in section 3" in (
+            picture.get_suptitle(),
+            *(axes.get_title(where) for axes in picture.axes for where in ("left", "center")),
+        )
+
+
+def test_a_page_shows_nothing_twice():
+    merged = tasks.merge(tasks.butterfly([5, 6, 7, 8]))
+    once = [section.name for section in report.page(merged).sections]
+    for again in (merged, merged.task, merged.task.flow, merged.task.mask, check(merged.task)):
+        assert [section.name for section in report.page(merged, again).sections] == once
+    assert len(report.page(merged, masks.causal(3)).sections) > len(once)
+
+
+def test_labels_of_a_page_name_positions():
+    words = ["a", "b", "c", "d", "e"]
+    assert "3 “d”" in report.page(check(leaking_task()), labels=words).html
+    with pytest.raises(ValueError, match="a mask, an order or leaks for the labels, got none"):
+        report.page(Work(), labels=words)
+    with pytest.raises(ValueError, match="a label for each of 5 positions, got 4"):
+        report.page(check(leaking_task()), labels=words[:4])
 
 
 @pytest.mark.parametrize("name", HANDLES)

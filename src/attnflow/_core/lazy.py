@@ -31,5 +31,5 @@ def install(load: Callable[[], Any]) -> None:
 
 
 def renderer() -> Any:
-    """Return the renderer of results: `notebook(result)` gives HTML, `encode(result, suffix)` a file's content."""
+    """Return the renderer of results: `notebook` gives HTML, `encode` a file's content, `mask_text` a mask in signs."""
     return _loaders[0]()

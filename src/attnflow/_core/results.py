@@ -114,7 +114,7 @@ class Result:
         return pandas.DataFrame(list(self.rows()))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a file, whole or not at all: `.json`, `.csv`, `.html` or `.svg`; charts also `.png` and `.pdf`.
+        """Write a file, whole or not at all: `.json`, `.csv`, `.html`, `.svg`, `.pdf` or `.png`.
 
         Raises:
             ValueError: the suffix is another one.

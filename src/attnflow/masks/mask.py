@@ -340,6 +340,9 @@ class Mask:
             text = f"{text}({', '.join(f'{k}={v}' for k, v in shown.items())})"
         return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 3 :]}"
 
+    def __str__(self) -> str:
+        return renderer().mask_text(self, width=36)
+
     def _repr_html_(self) -> str:
         return renderer().notebook(self)
 
@@ -369,13 +372,9 @@ def of_values(tensor: Tensor) -> str:
         above, below, strange = (bool(part.any()) for part in (tensor > 0, tensor < 0, tensor.isnan()))
     except (NotImplementedError, RuntimeError):  # of complex numbers, 8-bit floats, sparse tensors
         return ""
-    return (
-        ""
-        if strange or (above and below)
-        else " == 0"
-        if below or (tensor.is_floating_point() and not above)
-        else ".bool()"
-    )
+    if strange or (above and below):
+        return ""
+    return " == 0" if below or (tensor.is_floating_point() and not above) else ".bool()"
 
 
 def _how_to_make_one(value: object) -> str:

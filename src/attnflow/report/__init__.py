@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
+from attnflow.report.mask_picture import mask_text as mask_text  # which print shows
 from attnflow.report.registry import encode as encode
 from attnflow.report.registry import figure, page
 from attnflow.report.registry import notebook as notebook  # by which, and by `encode`, results show and save themselves

@@ -171,13 +171,13 @@ def _share(value: float) -> str:
 
 
 @draws(BiasGraph)
-def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST) -> str:
+def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST, title: str | None = None) -> str:
     """Tokens stand above the earlier ones they share an edge with; only bidirectional attention has downward arrows."""
     checks.integer("max_edges", max_edges, 1)
     drawn = graph.strongest(max_edges)
     what = f"Reasoning graph of {plural(len(drawn.nodes), 'token')}: {drawn.about}"
     if not drawn.edges:
-        return framed("", 300.0, 0.0, [f"No edges: no bias is positive enough ({drawn.about})."], what)
+        return framed("", 300.0, 0.0, [f"No edges: no bias is positive enough ({drawn.about})."], what, title)
     index = {node: i for i, node in enumerate(drawn.nodes)}
     pairs = sorted({(min(e.key, e.query), max(e.key, e.query)) for e in drawn.edges}, key=lambda p: p[::-1])
     levels = [0] * len(index)
@@ -207,7 +207,7 @@ def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST) -> str:
     cycles = "" if graph.is_acyclic else " Attention is bidirectional, and so information may return: there are cycles."
     caption = f"Arrows: from a key to a query that attends more to it ({drawn.about}).{cycles}"
     body = "".join([*arrows, *boxes, *labels])
-    return framed(body, placement.width, placement.height, [caption], what)
+    return framed(body, placement.width, placement.height, [caption], what, title)
 
 
 def _arrow(graph: BiasGraph, edge: BiasEdge, route: list[Point], share: float) -> str:
@@ -242,6 +242,8 @@ def map_chart(
     """Draws the last query in all layers, or all queries of `layer` (daa, fig. 1); "compare" is fig. 6."""
     if picture == "compare":
         return _bars([bias_map, *others], layer, -1 if query is None else query, head, names, title)
+    if names:
+        raise ValueError('names are those of the maps in picture="compare"; "bias" and "weights" show one map')
     if others:
         raise ValueError('several maps are compared by picture="compare"; "bias" and "weights" show one')
     if picture not in ("bias", "weights"):

@@ -44,6 +44,15 @@ class Grouping:
         return {index: box for box, members in enumerate(self.boxes) for index in members.classes}
 
 
+def classes(diagram: Hasse) -> Grouping:
+    """Every class in a box of its own, however many there are."""
+    order = sorted(range(len(diagram.nodes)), key=lambda index: diagram.levels[index])
+    rank = {index: box for box, index in enumerate(order)}
+    boxes = tuple(Box((index,), 0, 1, is_chain=False) for index in order)
+    links = {(rank[lower], rank[upper]): 1 for lower, upper in diagram.edges}
+    return Grouping(boxes, links, tuple(diagram.levels[index] for index in order), "")
+
+
 def groupings(diagram: Hasse, max_nodes: int, pinned: Sequence[int] = ()) -> Iterator[Grouping]:
     """Yields ever coarser acyclic groupings with at most `max_nodes` boxes; pinned classes should keep their own.
 

@@ -30,15 +30,22 @@ _TALL: Final = 700.0  # above which no strip of boxes is drawn, four times as hi
 _BESIDE: Final = 540.0  # width beside the studio's matrix, for parts that can stand below one another
 _COMFORTABLE: Final = 560.0  # height up to which boxes in a row keep their distance
 _LABEL, _FULL = 20, 400  # characters shown in a box, and in its tooltip
+MOST: Final = 60  # boxes that are drawn unless a number is asked for
 MAX_POINTED: Final = 4096  # positions up to which each one's box is named
 
 
 @draws(Hasse)
 def hasse_svg(
-    hasse: Hasse, *, labels: Sequence[str] | None = None, highlight: Sequence[int] = (), max_nodes: int = 60
+    hasse: Hasse,
+    *,
+    labels: Sequence[str] | None = None,
+    highlight: Sequence[int] = (),
+    max_nodes: int | None = None,
+    title: str | None = None,
 ) -> str:
     """Beyond `max_nodes` boxes it is summarised, as `groupings` says; `highlight` is a path, one layer a move."""
-    checks.integer("max_nodes", max_nodes, 2)
+    if max_nodes is not None:
+        checks.integer("max_nodes", max_nodes, 2)
     class_of = {position: index for index, node in enumerate(hasse.nodes) for position in node}
     if labels is not None and len(labels) != len(class_of):
         raise ValueError(f"expected a label for each of {len(class_of)} positions, got {len(labels)}")
@@ -46,7 +53,7 @@ def hasse_svg(
         if position not in class_of:
             raise ValueError(f"highlight must hold positions of the diagram, got {position!r}")
     if not hasse.nodes:
-        return framed("", 260.0, 30.0, ["No positions: the diagram is empty."], "Empty Hasse diagram")
+        return framed("", 260.0, 30.0, ["No positions: the diagram is empty."], "Empty Hasse diagram", title)
     drawn = _arranged(hasse, labels, max_nodes, [class_of[position] for position in highlight], _MAX_WIDTH)
     grouping, stops = drawn.grouping, drawn.stops
     hot = {(a, b): layer for layer, (a, b) in reversed(list(enumerate(pairwise(stops), 1))) if a != b}
@@ -67,12 +74,12 @@ def hasse_svg(
         way = f"from {highlight[0]} to {highlight[-1]}"
         caption.append(f"Emphasised: the path of the information {way}, by layer{stays}.")
     what = f"Hasse diagram of {plural(len(hasse.nodes), 'class', 'classes')}"
-    return framed("".join(parts), drawn.width, drawn.height, caption, what)
+    return framed("".join(parts), drawn.width, drawn.height, caption, what, title)
 
 
 def diagram(hasse: Hasse, labels: Sequence[str] | None) -> dict[str, object]:
     """Returns plain data; `box_of` gives the box of each position, up to 4,096 positions."""
-    drawn = _arranged(hasse, labels, 60, [], _BESIDE)
+    drawn = _arranged(hasse, labels, None, [], _BESIDE)
     boxes = [
         {"x": x, "y": y, "width": width, "height": height, "texts": words, "several": len(box.classes) > 1}
         for (x, y, width, height), words, box in zip(drawn.frames, drawn.texts, drawn.grouping.boxes, strict=True)
@@ -100,10 +107,17 @@ class _Arranged:
     height: float
 
 
-def _arranged(hasse: Hasse, labels: Sequence[str] | None, max_nodes: int, path: list[int], width: float) -> _Arranged:
-    """Arranges the finest grouping that fits on a page; a layer may pass several covers, so moves are lines, too."""
+def _arranged(
+    hasse: Hasse, labels: Sequence[str] | None, max_nodes: int | None, path: list[int], width: float
+) -> _Arranged:
+    """Arranges all classes if `max_nodes` says so, or else the finest grouping that fits on a page.
+
+    A layer may pass several covers, so moves are lines, too.
+    """
     arranged: _Arranged | None = None
-    for grouping in summary.groupings(hasse, max_nodes, list(dict.fromkeys(path))):
+    whole = max_nodes is not None and len(hasse.nodes) <= max_nodes
+    pinned = list(dict.fromkeys(path))
+    for grouping in [summary.classes(hasse)] if whole else summary.groupings(hasse, max_nodes or MOST, pinned):
         box_of = grouping.box_of()
         stops = [box_of[index] for index in path]
         edges = list(dict.fromkeys([*grouping.links, *((a, b) for a, b in pairwise(stops) if a != b)]))
@@ -126,24 +140,31 @@ def _text(hasse: Hasse, box: Box, labels: Sequence[str] | None) -> Words:
     positions = sorted(position for index in box.classes for position in hasse.nodes[index])
     where, count = runs(positions), len(box.classes)
     tooltip = f"{plural(count, 'class', 'classes')}, {plural(len(positions), 'position')}: {shorten(where, _FULL)}"
+    names = None if labels is None else [visible(labels[position]) or "∅" for position in positions[:_FULL]]
+    words = " ".join(names or ())
+    tooltip += f" · {shorten(words, _FULL)}" if names else ""
     if count == 1:
-        words = "" if labels is None else " ".join(visible(labels[position]) or "∅" for position in positions[:64])
         size = "" if len(positions) == 1 else f"{grouped(len(positions))} positions"
         if labels is None:
             return shorten(where, _LABEL), size, tooltip
-        return shorten(words, _LABEL), shorten(where, _LABEL), f"{tooltip} · {shorten(words, _FULL)}"
+        return shorten(words, _LABEL), shorten(where, _LABEL), tooltip
     sizes = {len(hasse.nodes[index]) for index in box.classes}
     of = f" of {min(sizes)}" if len(sizes) == 1 and max(sizes) > 1 else ""
     if box.is_chain and box.parts == 1:
-        links = [str(hasse.nodes[index][0]) for index in box.classes]
+        first = [hasse.nodes[index][0] for index in box.classes]
+        links = [str(place) if labels is None else shorten(visible(labels[place]) or "∅", 10) for place in first]
         shown = links if count <= 3 else [links[0], "…", links[-1]]
         return f"chain of {grouped(count)}", " → ".join(shown), f"Chain of {tooltip}"
     if box.is_chain:
-        return f"{grouped(box.parts)} chains", shorten(f"{grouped(count)} classes{of}", _LABEL + 4), tooltip
+        return f"{grouped(box.parts)} chains", shorten(words or f"{grouped(count)} classes{of}", _LABEL + 4), tooltip
     if box.inner_edges:
         inside = f"{plural(box.inner_edges, 'cover')} inside"
-        return f"{grouped(count)} classes{of}", inside, f"{tooltip}; {inside}"
-    return f"× {grouped(count)}", f"{min(sizes)} positions each" if of else shorten(where, _LABEL), tooltip
+        return f"{grouped(count)} classes{of}", shorten(words or inside, _LABEL + 4), f"{tooltip}; {inside}"
+    return (
+        f"× {grouped(count)}",
+        f"{min(sizes)} positions each" if of and not words else shorten(words or where, _LABEL),
+        tooltip,
+    )
 
 
 def runs(positions: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from attnflow.report import html, order
 from attnflow.report.displays import describes
 from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.mask_picture import mask_svg
+from attnflow.report.mask_picture import EXACT, mask_svg
 from attnflow.report.page import Context, PagePart, Section
 
 _SHOWN: Final = 12  # distinct masks of a stack that are drawn
@@ -28,7 +28,7 @@ def mask_part(subject: Mask | Flow, context: Context) -> PagePart:
     masks = subject.masks if isinstance(subject, Flow) else (subject,)
     flow, missing = (subject, "") if isinstance(subject, Flow) else flow_of(subject)
     layers = _distinct(masks)
-    sections = [_picture(masks, layers, context)]
+    sections = [_picture(masks, layers, context, flow)]
     if flow is None:
         sections.append(Section("order", "Order", html.note("neutral", html.paragraph(f"No order: {missing}."))))
     elif flow.size:
@@ -90,16 +90,18 @@ def _numbers(masks: Sequence[Mask], layers: Layers, flow: Flow | None) -> list[t
     return rows + (order.numbers(flow) if flow is not None and flow.size else [])
 
 
-def _picture(masks: Sequence[Mask], layers: Layers, context: Context) -> Section:
+def _picture(masks: Sequence[Mask], layers: Layers, context: Context, flow: Flow | None) -> Section:
+    named = context.labels
+    fits = named is None or len(named) <= EXACT or flow is None  # without a diagram, too many labels are refused
+    labels, unnamed = (named, "") if fits else (None, f" Its {len(named or ())} labels stand in the Hasse diagram.")
     if len(layers) == 1:
-        mask, labels = layers[0][0], context.labels
-        small = labels if labels is not None and len(labels) <= 32 else None
-        picture = html.figure(mask_svg(mask, labels=small, size=520), _caption(mask), read_out=True)
+        mask = layers[0][0]
+        picture = html.figure(mask_svg(mask, labels=labels, size=520), _caption(mask) + unnamed, read_out=True)
         return Section("mask", "Mask", tag("div", picture, html.facts(_facts(mask)), class_="pair"))
     figures: list[Html] = []
     for mask, numbers in layers[:_SHOWN]:
         allowed = _name(mask) + Html(f", {percent(mask.density)} allowed")
-        picture = html.figure(mask_svg(mask, size=280), allowed, read_out=True)
+        picture = html.figure(mask_svg(mask, labels=labels, size=280), allowed, read_out=True)
         figures.append(tag("div", tag("h3", _layers(numbers)), picture))
     lead = f"{plural(len(masks), 'layer')} with {len(layers)} different masks."
     if len(layers) > _SHOWN:
@@ -143,7 +145,7 @@ def _caption(mask: Mask) -> str:
         "The stronger the colour of a block, the more of its pairs are allowed; only blocks that allow every pair have "
         "the full colour."
     )
-    return f"Row = query, column = key. {exact if max(mask.shape) <= 64 else shaded}"
+    return f"Row = query, column = key. {exact if max(mask.shape) <= EXACT else shaded}"
 
 
 def _layers(layers: list[int]) -> str:

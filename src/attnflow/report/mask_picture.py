@@ -19,7 +19,8 @@ from attnflow.report.displays import draws
 from attnflow.report.svg import MONO, root, text
 
 _CELLS: Final = 96  # rows and columns of the heat map of a large mask
-_EXACT: Final = 64  # positions up to which every pair is a cell
+EXACT: Final = 64  # positions up to which every pair is a cell, and may have a label
+_READABLE: Final = 11.0  # pixels of a cell that has a label
 _STEPS: Final = 9
 _COLOUR: Final = "#3d7ea6"  # visible on white and on near-black; a page overrides it by the class af-cell
 _CODE: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
@@ -73,16 +74,22 @@ def ticks(size: int, most: int = 6) -> list[int]:
 
 
 @draws(Mask)
-def mask_svg(mask: Mask, *, labels: Sequence[str] | None = None, size: int = 440) -> str:
+def mask_svg(mask: Mask, *, labels: Sequence[str] | None = None, size: int = 440, title: str | None = None) -> str:
     """Above 64 queries or keys it is a heat map of at most 96 x 96 blocks. Cost: O(intervals + cells), never n x n."""
     checks.integer("size", size, 64)
     if labels is not None and mask.shape != (len(labels), len(labels)):
         raise ValueError(f"labels need a square mask of {len(labels)} positions, got shape {mask.shape}")
-    step = 1 if max(mask.shape) <= _EXACT else -(-max(mask.shape) // _CELLS)
+    if labels is not None and len(labels) > EXACT:
+        raise ValueError(
+            f"labels are drawn for at most {EXACT} positions, got {len(labels)}: leave labels out, or draw a part, "
+            f"such as mask[:{EXACT}, :{EXACT}]"
+        )
+    step = 1 if max(mask.shape) <= EXACT else -(-max(mask.shape) // _CELLS)
     cells = grid(mask, step, step)
     rows, cols = cells.counts.shape
     side = min(24.0, max(1.0, round(4 * size / max(rows, cols, 1)) / 4))
-    names = [shorten(label, 12) for label in labels] if labels is not None and len(labels) <= 32 else None
+    names = None if labels is None else [shorten(label, 12) for label in labels]
+    side = max(side, _READABLE) if names else side
     margin = 20 + 6.7 * max(map(columns, names), default=0) if names else _left(mask)
     above = margin - 6 if names else 42.0
     width, height = cols * side, rows * side
@@ -103,7 +110,7 @@ def mask_svg(mask: Mask, *, labels: Sequence[str] | None = None, size: int = 440
         "data_cells": "".join(_CODE[level] for level in cells.levels(len(_CODE) - 1).reshape(-1).tolist()),
         "data_box": f"{number(margin)} {number(above)} {number(side)}",
     }
-    return root(body, full_width, full_height, what, f"af-svg {'af-named' if names else 'af-mask'}", **data)
+    return root(body, full_width, full_height, what, f"af-svg {'af-named' if names else 'af-mask'}", title, **data)
 
 
 def _paths(cells: Grid, side: float) -> str:

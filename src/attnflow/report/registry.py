@@ -18,7 +18,7 @@ from attnflow.masks.export.slices import FlashMask, MagiRanges
 from attnflow.masks.export.varlen import Varlen
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow
-from attnflow.order.hasse import Sparse
+from attnflow.order.hasse import Hasse, Sparse
 from attnflow.report import attribution, audit, bias, entry, explain, geometry, html, knowledge, recorded, svg, tasks
 from attnflow.report.charts import Figure, in_page, svg_of
 from attnflow.report.displays import DISPLAYS, Display, describes, draws, opens
@@ -27,7 +27,7 @@ from attnflow.report.mask_picture import mask_svg
 from attnflow.report.page import Context, Page, PagePart, Section, build
 from attnflow.report.svg import Svg, standalone
 from attnflow.report.tables import card, cell, gallery, table_svg
-from attnflow.tasks.leaks import check
+from attnflow.tasks.leaks import LeakReport, check
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Task
 
@@ -93,18 +93,19 @@ def _part(kind: Display) -> Callable[..., PagePart]:
 def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
     """Draw any result, task or handle: charts are matplotlib figures, masks, diagrams and tables are SVG.
 
-    Both have `savefig(path)`, which writes .svg and, for charts, .png or .pdf; notebooks show them.
+    Both have `savefig(path)`, which writes .svg, .pdf or .png; notebooks show them.
 
     Args:
         result: a mask, a task, a handle or any other result. One without a drawing of its own is drawn as a table with
             bars; a handle is drawn as what it holds: its masks, its latest report.
         others: more results of the same kind for pictures that show several: scores, or maps to compare.
-        options: options of the drawing. All charts and tables take `title`.
-            Mask: `labels`, a text for each position, and `size`, the approximate width of the cells in pixels.
+        options: options of the drawing. All take `title`.
+            Mask: `labels`, a text for each of at most 64 positions, and `size`, the approximate width of the cells in
+            pixels.
             Flow: `picture`, "hasse" or "growth".
             Task, also merged: `picture`, "mask" (with a token for each row), "hasse" (with the first leak) or "leaks".
             Hasse, and a flow's: `labels`; `highlight`, a path as `flow.path` returns it; `max_nodes`, the number of
-            boxes above which the diagram is summarised.
+            boxes above which the diagram is summarised, by default what fits on a page and at most 60.
             BiasMap: `picture`: "bias", "weights" (post-softmax, with it) or "compare" (the weights of a query with and
             without the bias, of several maps with `names`); `layer`; `query`, a position, -1 for the last one; `head`,
             None for the mean.
@@ -138,10 +139,11 @@ def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
         return standalone(table_svg(result, **options))
     results = kind.opens(result)
     if not results:  # a handle that only changes its model
-        return standalone(card(str(result), [], **options))
+        return standalone(card(str(result), **options))
     masks = [mask for mask in results if isinstance(mask, Mask)]
     if len(masks) == len(results) > 1:
-        return standalone(gallery([mask_svg(mask, **options) for mask in masks], str(result)))
+        title = options.pop("title", None)
+        return standalone(gallery([mask_svg(mask, **options) for mask in masks], str(result), title))
     return figure(next((one for one in results if getattr(one, "ok", True) is False), results[-1]), **options)
 
 
@@ -166,7 +168,7 @@ def page(
 
     Raises:
         TypeError: a result cannot be shown; the message lists what can.
-        ValueError: there is nothing to show, or the number of labels differs from the number of positions.
+        ValueError: there is nothing to show, nothing with positions for the labels, or another number of positions.
 
     Cost: a few seconds for masks of up to 16,384 positions; the document stays below 2 MB at any size.
 
@@ -179,11 +181,15 @@ def page(
         problems |= result.unscored if isinstance(result, GeometrySurvey) else {}
     if not results and not problems:
         raise ValueError("expected at least one result, got none: nothing to show")
-    subjects = [subject for result in results for subject in _subjects(result)]
+    subjects = list[object]()
+    for subject in (subject for result in results for subject in _subjects(result)):
+        if not any(_same(subject, shown) for shown in subjects):
+            subjects.append(subject)
     first = next((subject for subject in subjects if isinstance(subject, Mask | Flow)), None)
-    size = None if first is None else first.size if isinstance(first, Flow) else first.num_queries
-    if labels is not None and size is not None and len(labels) != size:
-        raise ValueError(f"expected a label for each of {size} positions, got {len(labels)}")
+    size = next((size for subject in (first, *subjects) if (size := _size(subject)) is not None), None)
+    if labels is not None and len(labels) != size:
+        what = "a mask, an order or leaks for the labels, got none" if size is None else ""
+        raise ValueError(f"expected {what or f'a label for each of {size} positions, got {len(labels)}'}")
     flow = first if isinstance(first, Flow) else None
     context = Context(flow, None if labels is None else tuple(labels))
     parts: list[PagePart] = []
@@ -195,13 +201,29 @@ def page(
         kind = kind_of(subject)
         part = _part(kind)
         if not kind.together:
-            other = isinstance(subject, Mask | Flow) and subject is not first
+            other = _size(subject) != size or (isinstance(subject, Mask | Flow) and subject is not first)
             parts.append(part(subject, replace(context, labels=None) if other else context))
         elif kind not in gathered:
             gathered.add(kind)
             alike = [one for one in subjects if not isinstance(one, Section) and kind_of(one) is kind]
             parts.append(part(alike, context))
     return build(parts, title, dict(details or {}), problems)
+
+
+def _size(subject: object) -> int | None:
+    """Returns the number of positions that labels can name."""
+    if isinstance(subject, LeakReport):
+        return subject.num_positions
+    if isinstance(subject, Flow | Mask):
+        return subject.size if isinstance(subject, Flow) else subject.num_queries
+    return sum(map(len, subject.nodes)) if isinstance(subject, Hasse) else None
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether a page would repeat itself; the arrays of other results are not compared."""
+    if isinstance(one, Flow) and isinstance(other, Flow):
+        return (one.masks, one.num_layers, one.num_before) == (other.masks, other.num_layers, other.num_before)
+    return one is other or (isinstance(one, Mask | LeakReport | Hasse) and one == other)
 
 
 def _subjects(result: object) -> list[object]:

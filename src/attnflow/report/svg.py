@@ -35,7 +35,7 @@ _MARGIN: Final = 14.0
 
 @dataclass(frozen=True)
 class Svg:
-    """An SVG drawing that notebooks show and `savefig` writes.
+    """A drawing that notebooks show and `savefig` writes.
 
     Attributes:
         markup: one `<svg>` element, with colours for light and dark.
@@ -44,10 +44,11 @@ class Svg:
     markup: str
 
     def savefig(self, path: str | os.PathLike[str]) -> Path:
-        """Write the drawing as .svg, all of it or nothing; equal drawings make equal files.
+        """Write the drawing as .svg, .pdf or .png, all of it or nothing; equal drawings make equal files.
 
         Raises:
             ValueError: another suffix.
+            MissingExtra: .pdf and .png are written by matplotlib, which is not installed.
         """
         content = encode(self, Path(path).suffix.lower())
         with write_atomically(path) as file:
@@ -68,9 +69,24 @@ def standalone(markup: str) -> Svg:
     return Svg(on_page.replace("<title>", f"{style}<title>", 1))
 
 
-def root(content: str, width: float, height: float, what: str, kind: str = "af-svg", **attributes: object) -> str:
-    frame = {"viewBox": f"0 0 {number(width)} {number(height)}", "width": width, "height": height}
-    look = {"role": "img", "class_": kind, "font_family": SANS}
+def root(
+    content: str,
+    width: float,
+    height: float,
+    what: str,
+    kind: str = "af-svg",
+    title: str | None = None,
+    **attributes: object,
+) -> str:
+    """Returns the whole `<svg>`; a title stands above the origin, so that it moves nothing that is drawn."""
+    lines = textwrap.wrap(title or "", max(16, int(width / 7.8)))
+    bold: dict[str, Any] = {"font_size": 13, "font_weight": 600, "fill": "currentColor"}
+    content += "".join(
+        element("text", escape(line), x=_MARGIN, y=-6.0 - 18 * at, **bold) for at, line in enumerate(reversed(lines))
+    )
+    above = 18.0 * len(lines) + 10 if lines else 0.0
+    frame = {"viewBox": f"0 {number(-above)} {number(width)} {number(height + above)}"}
+    look = {"width": width, "height": height + above, "role": "img", "class_": kind, "font_family": SANS}
     body = element("title", escape(what)) + content
     return element("svg", body, xmlns="http://www.w3.org/2000/svg", **frame, **look, **attributes)
 
@@ -82,7 +98,7 @@ def text(
     return element("text", escape(words), x=x, y=y, **look, fill_opacity=opacity or None)
 
 
-def framed(body: str, width: float, height: float, caption: Sequence[str], what: str) -> str:
+def framed(body: str, width: float, height: float, caption: Sequence[str], what: str, title: str | None = None) -> str:
     """Returns a whole `<svg>`: the drawing centred, the wrapped caption below it."""
     inner = max(width, 340.0 if caption else 0.0)
     lines = [line for part in caption for line in textwrap.wrap(part, max(24, int(inner / 6.1)))]
@@ -91,7 +107,7 @@ def framed(body: str, width: float, height: float, caption: Sequence[str], what:
     top, look = height + _MARGIN + 24, {"font_size": 11.5, "fill": "currentColor", "fill_opacity": 0.75}
     below = "".join(element("text", escape(line), x=_MARGIN, y=top + 17 * at) for at, line in enumerate(lines))
     below = element("g", below, class_="af-caption", **look) if below else ""
-    return root(drawing + below, full_width, full_height, what)
+    return root(drawing + below, full_width, full_height, what, title=title)
 
 
 def pair(point: tuple[float, float]) -> str:
@@ -99,12 +115,16 @@ def pair(point: tuple[float, float]) -> str:
 
 
 def encode(picture: Svg | Figure, suffix: str) -> bytes:
-    """Encodes a drawing of ours as .svg, a chart as .svg, .png or .pdf; equal pictures give equal bytes."""
-    if isinstance(picture, Svg) and suffix != ".svg":
-        raise ValueError(f"expected a file name that ends in .svg, as masks and diagrams are drawn, got {suffix!r}")
+    """Encodes a picture as .svg, .png or .pdf; equal pictures give equal bytes."""
     if suffix not in (".svg", ".png", ".pdf"):
         raise ValueError(f"expected a file name that ends in .svg, .png or .pdf, got {suffix!r}")
-    return picture.markup.encode() if isinstance(picture, Svg) else written(picture, suffix[1:], dpi=200)
+    if not isinstance(picture, Svg):
+        return written(picture, suffix[1:], dpi=200)
+    if suffix == ".svg":
+        return picture.markup.encode()
+    from attnflow.report.painting import painted
+
+    return written(painted(picture.markup), suffix[1:], dpi=192)
 
 
 def written(figure: Figure, kind: str, *, rc: Mapping[str, str] | None = None, **options: Any) -> bytes:
@@ -113,7 +133,10 @@ def written(figure: Figure, kind: str, *, rc: Mapping[str, str] | None = None, *
 
     content = io.BytesIO()
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    with rc_context(cast(Any, {"svg.hashsalt": "attnflow", **(rc or {})})), warnings.catch_warnings():
+    with (
+        rc_context(cast(Any, {"svg.hashsalt": "attnflow", "pdf.fonttype": 42, **(rc or {})})),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(content, format=kind, metadata=undated, **options)
     return content.getvalue()

@@ -30,10 +30,17 @@ _NAMES: Final = frozenset(
 def table_svg(result: Result, *, title: str | None = None) -> str:
     """Draws the rows of a result, or without rows what it prints; the heading is by default its first line."""
     heading, *lines = str(result).splitlines()
-    return card(title or heading, list(result.rows()), lines)
+    return card(heading, list(result.rows()), lines, title=title)
 
 
-def card(heading: str, rows: Sequence[Mapping[str, object]], lines: Sequence[str] = ()) -> str:
+def card(
+    heading: str,
+    rows: Sequence[Mapping[str, object]] = (),
+    lines: Sequence[str] = (),
+    *,
+    title: str | None = None,
+) -> str:
+    heading = title or heading
     if len(rows) == 1 and len(rows[0]) > 3:  # read downwards
         rows = [{"": name.replace("_", " "), "value": value} for name, value in rows[0].items()]
     top = [line for part in heading.splitlines() for line in textwrap.wrap(part, _HEADING)]
@@ -56,7 +63,7 @@ def card(heading: str, rows: Sequence[Mapping[str, object]], lines: Sequence[str
     return root(drawing, max(width, across, 200.0) + 2 * _MARGIN, y + down + 2 * _MARGIN, shorten(heading, 300))
 
 
-def gallery(drawings: Sequence[str], what: str) -> str:
+def gallery(drawings: Sequence[str], what: str, title: str | None = None) -> str:
     shown = drawings[:_TOGETHER]
     sizes = [tuple(float(re.search(rf' {side}="([\d.]+)"', svg)[1]) for side in ("width", "height")) for svg in shown]  # type: ignore[index]
     parts: list[str] = []
@@ -71,7 +78,7 @@ def gallery(drawings: Sequence[str], what: str) -> str:
     if len(drawings) > len(shown):
         parts.append(_text(f"… and {len(drawings) - len(shown)} more", _MARGIN, y + 6))
         y += _LINE
-    return root("".join(parts), width, y, what)
+    return root("".join(parts), width, y, what, title=title)
 
 
 def _table(rows: Sequence[Mapping[str, object]]) -> tuple[str, float, float]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from attnflow._core.markup import columns, element, grouped, plural, shorten
 from attnflow.report.displays import draws
 from attnflow.report.hasse_svg import box, hasse_svg
-from attnflow.report.mask_picture import mask_svg
+from attnflow.report.mask_picture import EXACT, mask_svg
 from attnflow.report.svg import MONO, Number, framed, text
 from attnflow.tasks.leaks import Leak, LeakReport, check
 from attnflow.tasks.task import Task
@@ -28,7 +28,7 @@ def task_svg(task: Task, *, picture: str | None = None, **options: Any) -> str:
         raise ValueError(f'picture must be "mask", "hasse" or "leaks", got {picture!r}')
     if picture == "leaks":
         return leak_svg(check(task), **options)
-    if "labels" not in options and task.size <= 64:
+    if "labels" not in options and task.size <= EXACT:
         options["labels"] = [f"{'+'.join(map(str, token.ids))}@{token.position}" for token in task.inputs]
     if picture == "mask":
         return mask_svg(task.mask, **options)
@@ -38,7 +38,7 @@ def task_svg(task: Task, *, picture: str | None = None, **options: Any) -> str:
 
 
 @draws(LeakReport)
-def leak_svg(report: LeakReport) -> str:
+def leak_svg(report: LeakReport, *, title: str | None = None) -> str:
     """Draws each leak as the path of its label, above a strip where leaking positions are red and dead ones empty."""
     parts, y, width = list[str](), 0.0, _STRIP
     for leak in report.leaks[:_LEAKS]:
@@ -50,7 +50,7 @@ def leak_svg(report: LeakReport) -> str:
     facts = [line for line in rest if not line.startswith("  ")]
     if len(report.leaks) > _LEAKS:
         facts.insert(0, f"{plural(len(report.leaks) - _LEAKS, 'more leak')} not drawn.")
-    return framed("".join(parts), width, y + 34, [f"{verdict}.", *facts], f"Leaks of a task: {verdict}")
+    return framed("".join(parts), width, y + 34, [f"{verdict}.", *facts], f"Leaks of a task: {verdict}", title)
 
 
 def _path(leak: Leak, y: float) -> tuple[str, float]:
