@@ -142,7 +142,7 @@ assert first.source < 8 <= first.target
 
 # %% [markdown]
 # The first violation is the attention of layer 0: a token of the second
-# document reads a token of the first. In the picture, layers go downwards. The
+# document reads a token of the first. In the picture, layers go upwards. The
 # red square is where the leak starts. The pale ones only carry it on.
 
 # %%

@@ -17,6 +17,7 @@ export function drawMatrix(context, scene) {
     context.drawImage(picture, at.x(tile.first_key), at.y(tile.first_query), tile.columns * unit, tile.rows * unit);
   }
   if (at.cell >= 5) grid(context, scene);
+  if (at.cell >= 5 && tile?.step === 1) hatch(context, scene);
   fieldOf(context, scene);
   wayOf(context, scene);
   if (scene.drag) rectangle(context, scene, scene.drag);
@@ -38,6 +39,21 @@ function grid(context, { at, colours }) {
     context.moveTo(at.left, at.top + offset - 1);
     context.lineTo(at.left + at.inner, at.top + offset - 1);
   }
+  context.stroke();
+}
+
+/** Strokes across what only one of two masks allows, which print without colour keeps apart: they lean as in the legend. */
+function hatch(context, { at, colours, tile }) {
+  context.strokeStyle = colours.ink;
+  context.lineWidth = 1;
+  context.beginPath();
+  for (const [plane, down] of [["missing", true], ["extra", false]])
+    tile.cells?.[plane]?.forEach((share, i) => {
+      if (!share) return;
+      const [x, y] = [at.x(tile.first_key + (i % tile.columns)), at.y(tile.first_query + Math.floor(i / tile.columns))];
+      context.moveTo(x, down ? y : y + at.cell);
+      context.lineTo(x + at.cell, down ? y + at.cell : y);
+    });
   context.stroke();
 }
 

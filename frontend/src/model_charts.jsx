@@ -10,7 +10,7 @@ export const fixed = (value, digits = 2) => (value === null || value === undefin
 
 const LOOKS = { clean: "clean", breaks: "breaks the order", carries: "carries a break on" };
 
-/** Watched modules in columns, layers that are alike in a row; where a flow against the order starts is marked. */
+/** Watched modules in columns, layers that are alike in a row, from below; where a flow against the order starts is marked. */
 export function AuditMap({ value, first, module }) {
   return (
     <div class="audit-map" data-saved>
@@ -21,7 +21,7 @@ export function AuditMap({ value, first, module }) {
             <caption>{strip.stack}</caption>
             <thead><tr><td />{strip.names.map((name) => <th scope="col"><span>{name}</span></th>)}</tr></thead>
             <tbody>
-              {strip.rows.map((row) => (
+              {[...strip.rows].reverse().map((row) => (
                 <tr key={row.name}>
                   <th scope="row" class="n">{row.name}</th>
                   {row.cells.map((status, i) => (
@@ -122,7 +122,7 @@ function scale(values, from, to) {
 
 const WIDEST = 720;
 
-/** Numbers as colours, the first row at the top: blue where positive, orange where negative; `onPick(row, column)` takes a click. */
+/** Numbers as colours, the first row at the top, but layers go up: blue where positive, orange where negative; `onPick(row, column)` takes a click. */
 export function HeatMap({ title, values, sides, columns, x, y, row = null, column = null, onPick = null, words = signed, full = null }) {
   const pointed = useSignal(null);
   const { limit, largest } = full ? { limit: full, largest: reach(values).largest } : reach(values);
@@ -134,23 +134,25 @@ export function HeatMap({ title, values, sides, columns, x, y, row = null, colum
   const step = Math.ceil(11 / high);
   const here = pointed.value;
   const [wide, tall] = [cell * columns.length, high * values.length];
+  const up = y === "layer";
+  const yOf = (r) => top + high * (up ? values.length - 1 - r : r);
   return (
     <figure class={onPick ? "chart heat picks" : "chart heat"} data-saved>
       <figcaption>{title} <Save name={title} rows={() => [[y, ...columns], ...values.map((cells, r) => [sides[r], ...cells])]} /></figcaption>
       <div class="scroll" tabIndex={0} role="region" aria-label={title}>
         <svg width={Math.max(left + wide, left + 6 * x.length) + 4} height={Math.max(top + tall, top + 6 * y.length) + 4} role="img" aria-label={`${title}: ${values.length} rows (${y}), ${columns.length} columns (${x}), largest size ${largest.toPrecision(3)}`} onPointerLeave={() => (pointed.value = null)}>
           <text class="axis" x={left} y={11}>{x} →</text>
-          <text class="axis" transform={`translate(11 ${top}) rotate(-90)`} text-anchor="end">← {y}</text>
+          <text class="axis" transform={`translate(11 ${top}) rotate(-90)`} text-anchor="end">{up ? `${y} →` : `← ${y}`}</text>
           {columns.map((name, i) => (named ? <text class="tick" transform={`translate(${left + (i + 0.5) * cell + 3.5} ${top - 4}) rotate(-90)`}>{clipped(name, 12)}</text> : i % Math.ceil(28 / cell) === 0 && <text class="tick" x={left + (i + 0.5) * cell} y={top - 5} text-anchor="middle">{i}</text>))}
           {values.map((cells, r) => (
             <g>
-              {r % step === 0 && <text class="tick" x={left - 5} y={top + (r + 0.5) * high + 3.5} text-anchor="end">{clipped(sides[r], 16)}</text>}
+              {r % step === 0 && <text class="tick" x={left - 5} y={yOf(r) + 0.5 * high + 3.5} text-anchor="end">{clipped(sides[r], 16)}</text>}
               {cells.map((value, c) => (
-                <rect x={left + c * cell} y={top + r * high} width={cell - 0.6} height={high - 0.6} class={value === null ? "void" : value < 0 ? "minus" : "plus"} fill-opacity={value === null ? 1 : limit ? Math.max(0.03, Math.min(1, Math.abs(value) / limit)) : 0.03} onPointerEnter={() => (pointed.value = [r, c])} onClick={onPick && value !== null ? () => onPick(r, c) : undefined} />
+                <rect x={left + c * cell} y={yOf(r)} width={cell - 0.6} height={high - 0.6} class={value === null ? "void" : value < 0 ? "minus" : "plus"} fill-opacity={value === null ? 1 : limit ? Math.max(0.03, Math.min(1, Math.abs(value) / limit)) : 0.03} onPointerEnter={() => (pointed.value = [r, c])} onClick={onPick && value !== null ? () => onPick(r, c) : undefined} />
               ))}
             </g>
           ))}
-          {column !== null && <rect class="chosen" x={left + column * cell - 0.8} y={top + (row ?? 0) * high - 0.8} width={cell + 1} height={(row === null ? tall : high) + 1} />}
+          {column !== null && <rect class="chosen" x={left + column * cell - 0.8} y={(row === null ? top : yOf(row)) - 0.8} width={cell + 1} height={(row === null ? tall : high) + 1} />}
         </svg>
       </div>
       <p class="readout n">{here ? `${sides[here[0]]}, ${columns[here[1]]}: ${words(values[here[0]][here[1]])}` : full ? `Full colour is ${words(full)}; the largest is ${words(largest)}.` : `Largest size ${largest.toPrecision(3)}${limit < largest ? `; colours end at ${limit.toPrecision(3)}, which 99 of 100 stay below` : ""}. Blue is positive, orange negative.`}</p>

@@ -82,14 +82,15 @@ function pixels(tile, colours) {
   const { rows, columns } = tile;
   const data = new ImageData(columns, rows);
   const view = new Uint32Array(data.data.buffer);
-  for (const [plane, colour] of [["allowed", colours.cell], ["missing", colours.missing], ["extra", colours.extra]]) {
+  // Flows and paths are drawn over what is allowed, which therefore covers its panel by half.
+  for (const [plane, colour, cover] of [["allowed", colours.cell, 0.5], ["missing", colours.missing, 1], ["extra", colours.extra, 1]]) {
     const cells = tile.cells[plane];
     if (!cells) continue;
     const [r, g, b] = rgb(colour);
     const hue = (b << 16) | (g << 8) | r;
     for (let i = 0; i < rows * columns; i++) {
       const share = cells[i];
-      if (share) view[i] = ((share === 255 ? 255 : 70 + Math.round(0.6 * share)) << 24) | hue;
+      if (share) view[i] = (Math.round(cover * (share === 255 ? 255 : 70 + 0.6 * share)) << 24) | hue;
     }
   }
   return data;

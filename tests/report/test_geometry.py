@@ -106,7 +106,7 @@ def test_heads_are_maps_of_layers_by_heads():
     maps = [axes.images[0].get_array() for axes in figure.axes if axes.images]
     assert [m.shape for m in maps] == [(4, 3)] * 4
     assert maps[0][:, 1].tolist() == pytest.approx([0.0, 0.01, 0.02, 0.03])
-    assert figure.axes[0].get_ylim()[0] > figure.axes[0].get_ylim()[1]  # layer 0 is at the top
+    assert figure.axes[0].get_ylim()[0] < figure.axes[0].get_ylim()[1]  # layers go up
     assert {axes.images[0].get_cmap().name for axes in figure.axes if axes.images} == {"attnflow"}
     assert maps[2].mask.all()  # no symmetry, and no colour that would look like one
 

@@ -79,7 +79,7 @@ def test_figure_shows_layers_tokens_and_entries(effects):
     assert [patch.get_width() for patch in bars.patches] == pytest.approx(sizes)
     assert [text.get_text() for text in bars.get_yticklabels()] == [one.name for one in strongest]
     for axes in (shares, written):
-        assert axes.get_ylim()[0] > axes.get_ylim()[1]  # layer 0 is at the top
+        assert axes.get_ylim()[0] < axes.get_ylim()[1]  # layers go up
         assert axes.get_xlabel() == ("token → target" if effects else "token")
         assert axes.get_ylabel() == "layer"
     assert bars.get_ylabel() == "layer · entry"

@@ -6,8 +6,10 @@ import hashlib
 import os
 import re
 import stat
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from attnflow import masks
 from attnflow.audit.report import AuditReport, ModuleResult, Violation
 from attnflow.order import analyze
 from attnflow.report import charts, page
-from attnflow.report.svg import standalone
+from attnflow.report.svg import CELL, HOT, standalone
 from attnflow.tasks import Label, Task, Token, check
 from attnflow.tasks.verification import TaskDifference, Verification
 from tests.report.reading import parse_page
@@ -248,11 +250,23 @@ def test_reports_charts_and_the_studio_have_one_palette():
         Path(charts.__file__).with_name("assets") / "report.css",
         Path(__file__).parents[2] / "frontend/src/studio.css",
     ]
-    names = [("s0", "s1", "hot", "good"), ("for", "against", "leak", "good")]
+    names = [("s0", "s1", "hot", "good", "cell"), ("for", "against", "leak", "good", "cell")]
     found = [[re.findall(rf"--{name}: (#\w+);", sheet.read_text()) for name in all_names]
              for sheet, all_names in zip(sheets, names, strict=True)]  # fmt: skip
     assert found[0] == found[1]
     assert all(len(shades) == 3 and shades[1] == shades[2] for shades in found[0])
-    assert tuple(shades[0] for shades in found[0][:2]) == (charts.POSITIVE, charts.NEGATIVE)
-    alone = standalone('<svg class="af-svg"><title></title><path class="af-stroke-s0"/></svg>').markup
-    assert all(shades[1] in alone for shades in found[0][:2])
+    assert tuple(shades[0] for shades in found[0]) == (charts.POSITIVE, charts.NEGATIVE, HOT, found[0][3][0], CELL)
+    alone = standalone('<svg class="af-svg"><title></title></svg>').markup
+    assert all(f'="{light}"]{{{side}:{dark}}}' in alone for light, dark, _ in (*found[0][:3], found[0][4])
+               for side in ("fill", "stroke"))  # fmt: skip
+
+
+def test_what_only_one_mask_allows_differs_in_grey():
+    """The studio shows three kinds of cells, common ones cover half of the panel; print has only their lightness."""
+    style = (Path(__file__).parents[2] / "frontend/src/studio.css").read_text()
+    panel, cell, missing, extra = (
+        np.array([int(re.search(rf"--{name}: #(\w+);", style)[1][at : at + 2], 16) for at in (0, 2, 4)])
+        for name in ("panel", "cell", "missing", "extra")
+    )
+    shades = [float(ink @ (0.2126, 0.7152, 0.0722)) for ink in (panel, 0.5 * panel + 0.5 * cell, missing, extra)]
+    assert min(a - b for a, b in pairwise(sorted(shades, reverse=True))) > 30

@@ -309,7 +309,7 @@ def test_active_and_idle_entries_are_drawn_layer_by_layer():
     assert [bar.get_width() for bar in active.patches] == [25.0, 10.0]
     assert [bar.get_width() for bar in never.patches] == [10.0, 50.0]
     assert [label.get_text() for label in active.get_yticklabels()] == ["0", "3"]
-    assert active.yaxis_inverted()
+    assert not active.yaxis_inverted()  # layers go up
 
 
 def test_the_bias_of_a_query_is_drawn_by_layer_and_key():

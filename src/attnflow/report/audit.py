@@ -17,12 +17,13 @@ from attnflow.report.displays import describes, draws
 from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, code, tag
 from attnflow.report.page import Context, PagePart, Section
+from attnflow.report.svg import HOT
 from attnflow.report.tables import table_svg
 
 LISTED: Final = 24  # rows of a list before the rest is only counted
 _LOOKS: Final = {  # colour, hatch for print and for readers who do not tell red from green, and meaning
     "clean": ("#9fcdb3", "", "clean"),
-    "breaks": ("#b3263e", "xxxx", "breaks the order"),
+    "breaks": (HOT, "xxxx", "breaks the order"),
     "carries": ("#e8a9ac", "////", "carries a break on"),
 }
 _ROWS: Final = 48  # runs of layers that a chart shows
@@ -106,7 +107,7 @@ def audit_figure(report: AuditReport, **options: Any) -> str | Figure:
 
 @chart
 def audit_chart(report: AuditReport, *, title: str | None = None) -> Figure:
-    """Draws every watched module, layers downwards: where a leak starts and how far it is carried."""
+    """Draws every watched module, layers upwards: where a leak starts and how far it is carried."""
     from matplotlib.patches import Patch
 
     strips = strips_of(report.modules)
@@ -163,7 +164,7 @@ def _draw(axes: Any, strip: Strip, widest: int) -> None:
                 if status == "breaks":
                     sign = {"boxstyle": "circle,pad=0.1", "facecolor": "#8f0320", "linewidth": 0}
                     axes.text(x, y, "!", color="white", weight="bold", ha="center", va="center_baseline", bbox=sign)
-    axes.set(xlim=(-0.6, widest - 0.4), ylim=(len(rows) - 0.4, -0.6))
+    axes.set(xlim=(-0.6, widest - 0.4), ylim=(-0.6, len(rows) - 0.4))  # layers go up
     axes.set_xticks(range(len(names)), [literal(name) for name in names], rotation=90)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.xaxis.tick_top()

@@ -118,14 +118,15 @@ def name_axis(axis: Any, names: Sequence[str], positions: Sequence[int], *, turn
         text.set_rotation(90 if turned and display_width(name) > 2 else 0)
 
 
-def heat_map(axes: Any, table: Any, limit: float, *, signed: bool = True, **bar: Any) -> None:
-    """Draws a table as colours, first row on top: signed around zero, or from zero upwards."""
+def heat_map(axes: Any, table: Any, limit: float, *, signed: bool = True, up: bool = False, **bar: Any) -> None:
+    """Draws a table as colours, signed around zero or from zero upwards: the first row is on top, but layers go up."""
     colours, least = (signed_map(), -limit) if signed else (SIZES, 0.0)
     # Not interpolated, so that SVG holds one pixel per cell.
-    image = axes.imshow(table, aspect="auto", interpolation="none", cmap=colours, vmin=least, vmax=limit)
+    look = {"aspect": "auto", "interpolation": "none", "origin": "lower" if up else "upper"}
+    image = axes.imshow(table, cmap=colours, vmin=least, vmax=limit, **look)
     axes.spines[["top", "right"]].set_visible(True)
-    look = {"pad": 0.02, "fraction": 0.05, "aspect": max(4, 2 * len(table))} | bar
-    axes.figure.colorbar(image, ax=axes, **look).outline.set_visible(False)
+    beside = {"pad": 0.02, "fraction": 0.05, "aspect": max(4, 2 * len(table))} | bar
+    axes.figure.colorbar(image, ax=axes, **beside).outline.set_visible(False)
 
 
 @chart
@@ -144,7 +145,9 @@ def table_chart(
     figure = blank(*table_size(names, len(sides)))
     axes = figure.add_subplot()
     values = np.ma.masked_invalid(table)
-    heat_map(axes, values, float(np.abs(values).max()) or 1.0 if values.count() else 1.0, signed=signed)
+    heat_map(
+        axes, values, float(np.abs(values).max()) or 1.0 if values.count() else 1.0, signed=signed, up=side == "layer"
+    )
     name_axis(axes.xaxis, names, columns, turned=True)
     name_axis(axes.yaxis, sides, rows)
     axes.set(xlabel=label, ylabel=side)

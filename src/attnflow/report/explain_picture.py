@@ -14,9 +14,8 @@ from attnflow._core.markup import columns, element, escape, percent, plural, sho
 from attnflow.explain.explanation import Edge, Explanation, Source
 from attnflow.report.charts import SERIES, signed
 from attnflow.report.displays import draws
-from attnflow.report.svg import root
+from attnflow.report.svg import HOT, root
 
-_LEAK = "#b3263e"
 _LINES, _MARKS, STRONGEST = 60, 12, 5  # lines; entries by what they carry, and by effect
 _NAMED: Final = 7  # lines and marks whose names are written into the picture
 BROAD, NARROW = 980, 358  # pixels: a page on a screen, and on a telephone
@@ -185,7 +184,7 @@ def _lines(picture: _Picture) -> Iterable[str]:
         up = min(18.0, 6 + 0.04 * abs(b - a))
         look = coloured(edge.carried)
         if edge in leaks:
-            look = {"stroke": _LEAK, "class_": "af-hot", "stroke_dasharray": "4 3"}
+            look = {"stroke": HOT, "class_": "af-hot", "stroke_dasharray": "4 3"}
         yield element(
             "path", element("title", escape(edge_words(picture.result, edge))),
             d=f"M{a:.1f} {y:.1f}Q{(a + b) / 2:.1f} {y - up:.1f} {b:.1f} {y:.1f}", fill="none", stroke_linecap="round",

@@ -252,7 +252,6 @@ def _numbered(axes: Any, scores: GeometryScores, summary: Summary) -> None:
         place = {"xytext": (3.5, 2.5), "textcoords": "offset points"}
         axes.annotate(str(row.layer), (row.symmetry, row.directionality), fontsize=7, **place)
     bar = axes.figure.colorbar(dots, ax=axes, pad=0.02, fraction=0.03, label="layer")
-    bar.ax.invert_yaxis()  # layer 0 at the top, as everywhere
     bar.locator.set_params(integer=True)
     bar.outline.set_visible(False)
 
@@ -287,7 +286,7 @@ def _heads(scores: GeometryScores, title: str | None) -> Figure:
     for summary, row, pair in zip(groups, panels, grids, strict=True):
         for name, axes, grid in zip(SCORES, row, pair, strict=True):
             limit = float(np.nanmax(np.abs(grid), initial=0.0)) or 1.0
-            heat_map(axes, np.ma.masked_invalid(grid), limit)
+            heat_map(axes, np.ma.masked_invalid(grid), limit, up=True)
             axes.set_facecolor("0.85")
             axes.set(xlabel="head", ylabel="layer")
             axes.set_title(name if len(groups) == 1 else f"{name}, {summary.what}")

@@ -19,12 +19,11 @@ from attnflow.report import svg
 from attnflow.report.displays import draws
 from attnflow.report.hasse_summary import Box, Grouping
 from attnflow.report.layered_layout import Point
-from attnflow.report.svg import MONO, framed, pair
+from attnflow.report.svg import HOT, MONO, framed, pair
 
 Words = tuple[str, str, str]  # first line, second line, tooltip
 Frame = tuple[float, float, float, float]  # centre, width and height
 
-_HOT: Final = "#d1495b"  # readable on white and on near-black; a page overrides it by the class af-hot
 _MAX_WIDTH, _MAX_HEIGHT = 996.0, 1100.0  # the width is a page's on a screen of 1,280 pixels
 _TALL: Final = 700.0  # above which no strip of boxes is drawn, four times as high as wide
 _BESIDE: Final = 540.0  # width beside the studio's matrix, for parts that can stand below one another
@@ -214,7 +213,7 @@ def arrow_head(x: float, y: float, half: float, tail: float) -> str:
 def _line(route: list[Point], layer: int | None, note: str, count: int | None) -> str:
     x, y = route[-1]
     hot = layer is not None
-    colour, kind = (_HOT, "af-edge af-hot") if hot else ("currentColor", "af-edge")
+    colour, kind = (HOT, "af-edge af-hot") if hot else ("currentColor", "af-edge")
     dash = None if count else "5 4"
     width = (2.25 if hot else 1.1) + 0.8 * math.log10(count or 1)
     head = element("path", d=arrow_head(x, y, 3.5, 7.0), fill=colour)
@@ -227,7 +226,7 @@ def _badge(route: list[Point], layer: int) -> str:
     (x0, y0), (x1, y1) = route[1], route[2]
     x, y = (x0 + x1) / 2, (y0 + y1) / 2
     width = 9 + 6.5 * len(str(layer))
-    disc = element("rect", x=x - width / 2, y=y - 8, width=width, height=16, rx=8, fill=_HOT)
+    disc = element("rect", x=x - width / 2, y=y - 8, width=width, height=16, rx=8, fill=HOT)
     text = element("text", str(layer), x=x, y=y + 4, text_anchor="middle", font_size=11, font_weight=600, fill="#fff")
     return element("g", element("title", f"layer {layer}") + disc + text, class_="af-badge")
 
@@ -236,7 +235,7 @@ def box(frame: Frame, text: Words, several: bool = False, hot: bool = False) -> 
     """Draws a box with one or two lines; `several` puts another one behind it."""
     x, y, width, height = frame
     first, second, tooltip = text
-    colour = _HOT if hot else "currentColor"
+    colour = HOT if hot else "currentColor"
     common = {"width": width, "height": height, "rx": 7, "stroke": colour, "stroke_width": 2.0 if hot else 1.2}
     parts = [element("title", escape(tooltip))]
     left, top = x - width / 2, y - height / 2

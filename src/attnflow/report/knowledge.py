@@ -37,7 +37,7 @@ def trace_part(trace: Trace, _: Context) -> PagePart:
     if trace.targets and trace.probabilities is not None:
         target, chance = token_label(trace.targets[-1], 24), percent(float(trace.probabilities[-1]))
         numbers.append(("Target", tag("span", target, tag("small", f"probability {chance}"))))
-    caption = "The first layer is at the top."
+    caption = "The first layer is at the bottom."
     if not trace.without:
         caption += " Blue raises the logit of the target, orange lowers it."
     chart = charts.in_page(lambda: trace_chart(trace, picture="layers", title=" "), "Layers by tokens", caption)
@@ -233,7 +233,7 @@ def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool, uni
     sizes = np.abs(table)
     largest = float(sizes.max(initial=0.0)) or 1.0
     limit = (float(np.percentile(sizes, _CLIPPED)) if sizes.size else 0.0) or largest
-    charts.heat_map(axes, table, limit, signed=signed, label=unit)
+    charts.heat_map(axes, table, limit, signed=signed, up=True, label=unit)
     names = [trace.token(row) for row in range(first, len(trace.positions))]
     name_axis(axes.xaxis, names, list(trace.positions[first:]), turned=True)
     name_axis(axes.yaxis, [str(one.layer) for one in trace], [one.layer for one in trace])

@@ -16,13 +16,12 @@ from attnflow._core.checks import IntArray
 from attnflow._core.markup import columns, element, escape, grouped, number, percent, plural, shorten, visible
 from attnflow.masks.mask import Mask
 from attnflow.report.displays import draws
-from attnflow.report.svg import MONO, root, text
+from attnflow.report.svg import CELL, MONO, root, text
 
 _CELLS: Final = 96  # rows and columns of the heat map of a large mask
 EXACT: Final = 64  # positions up to which every pair is a cell, and may have a label
 _READABLE: Final = 11.0  # pixels of a cell that has a label
 _STEPS: Final = 9
-_COLOUR: Final = "#3d7ea6"  # visible on white and on near-black; a page overrides it by the class af-cell
 _CODE: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _HEIGHT: Final = 32  # lines of the picture, the axis not counted
 _NARROWEST: Final = 20
@@ -128,7 +127,7 @@ def _paths(cells: Grid, side: float) -> str:
         chosen = shade == step
         if chosen.any():
             data = _rectangles(row[chosen], start[chosen], end[chosen], side)
-            parts.append(element("path", d=data, fill=_COLOUR, fill_opacity=_opacity(step), class_="af-cell"))
+            parts.append(element("path", d=data, fill=CELL, fill_opacity=_opacity(step), class_="af-cell"))
     return "".join(parts)
 
 
@@ -183,7 +182,7 @@ def _legend(cells: Grid, top: float) -> str:
     parts = [text("0 %", 0, top + 9, opacity=0.78)]
     for step in range(1, _STEPS + 1):
         place = {"x": 40 + 14 * step, "y": top, "width": 14, "height": 10}
-        parts.append(element("rect", **place, fill=_COLOUR, fill_opacity=_opacity(step), class_="af-cell"))
+        parts.append(element("rect", **place, fill=CELL, fill_opacity=_opacity(step), class_="af-cell"))
     place = {"x": 40, "y": top, "width": 14 * (_STEPS + 1), "height": 10}
     parts.append(element("rect", **place, fill="none", stroke="currentColor", stroke_opacity=0.4))
     unit = f"allowed per block of {grouped(cells.query_step)} queries × {plural(cells.key_step, 'key')}"

@@ -44,7 +44,7 @@ def monitor_chart(monitor: Monitor, *, title: str | None = None) -> Figure:
 @draws(ActivityReport)
 @chart
 def activity_chart(report: ActivityReport, *, title: str | None = None) -> Figure:
-    """Draws the shares of entries that are active for a token and that never are, layer by layer from the top."""
+    """Draws the shares of entries that are active for a token and that never are, layer by layer from below."""
     layers = report.layers
     if not layers:
         raise ValueError("no layer was counted: there is nothing to draw")
@@ -61,7 +61,6 @@ def activity_chart(report: ActivityReport, *, title: str | None = None) -> Figur
     active.set(xlabel=f"% of entries active for a token{some}", ylabel="layer", xlim=(0, None))
     never.set(xlabel="% of entries never active", xlim=(0, max(1.0, *dead)))
     name_axis(active.yaxis, [str(one.layer) for one in layers], [one.layer for one in layers])
-    active.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=2)
     summary = f"never active in any layer: {len(report.dead):,} of {report.entries:,} entries"
     figure.suptitle(literal(title or summary))

@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 Number = int | float
 MONO: Final = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace"
 SANS: Final = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica Neue, Arial, sans-serif"
+CELL, HOT = "#2f6c94", "#b3263e"  # what is allowed; a leak or a path
+_DARK: Final = {CELL: "#6fb1dc", HOT: "#ff7b88", "#0072b2": "#56b4e9", "#c85200": "#f0873c"}  # as report.css has them
 _STYLE: Final = (
-    "<style>.af-page{color:#1c2024;background:#fff}"
-    "@media (prefers-color-scheme:dark){.af-page{color:#e8eaec;background:#14171a}}</style>"
-)
-_SIGNS: Final = (  # as the style sheet of pages has them in the dark
-    "<style>@media (prefers-color-scheme:dark){.af-page .af-halo{stroke:#14171a}"
-    ".af-page .af-stroke-s0{stroke:#56b4e9}.af-page .af-fill-s0{fill:#56b4e9}"
-    ".af-page .af-stroke-s1{stroke:#f0873c}.af-page .af-fill-s1{fill:#f0873c}}</style>"
+    "<style>.af-page{color:#1c2024;background:#fff}@media (prefers-color-scheme:dark){"
+    ".af-page{color:#e8eaec;background:#14171a}.af-page .af-halo{stroke:#14171a}"
+    + "".join(
+        f'.af-page [{side}="{light}"]{{{side}:{dark}}}' for light, dark in _DARK.items() for side in ("fill", "stroke")
+    )
+    + "}</style>"
 )
 _MARGIN: Final = 14.0
 
@@ -64,9 +65,8 @@ class Svg:
 
 
 def standalone(markup: str) -> Svg:
-    style = _STYLE + _SIGNS * ("-s0" in markup)
     on_page = re.sub(r'(class="af-svg[^"]*)"', r'\1 af-page"', markup, count=1)
-    return Svg(on_page.replace("<title>", f"{style}<title>", 1))
+    return Svg(on_page.replace("<title>", f"{_STYLE}<title>", 1))
 
 
 def root(

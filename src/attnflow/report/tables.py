@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from attnflow._core.markup import columns, element, escape, grouped, plural, shorten
 from attnflow._core.results import Result
-from attnflow.report.svg import MONO, Number, root, text
+from attnflow.report.svg import CELL, MONO, Number, root, text
 
 _ROWS: Final = 40  # of a table before the rest is only counted
 _CELL, _LAST = 44, 110  # characters of a cell, and of one in the last column
@@ -18,7 +18,6 @@ _WIDTH, _LINE = 7.0, 20.0  # pixels of a character and of a line
 _GAP: Final = 16.0
 _MARGIN: Final = 14.0
 _HEADING: Final = 88  # characters of a line above the table
-_COLOUR: Final = "#3d7ea6"  # as the cells of a mask
 _TOGETHER: Final = 12  # drawings in one picture before the rest is only counted
 _PER_ROW: Final = 4
 # Whole numbers that name a row rather than measure something have no bar.
@@ -96,7 +95,7 @@ def _table(rows: Sequence[Mapping[str, object]]) -> tuple[str, float, float]:
             if bars and size:
                 share = min(size / largest, 1.0) if math.isfinite(size) else 1.0
                 box = {"x": x - 4, "y": _LINE * at - 2, "width": (width + 8) * share, "height": _LINE - 3}
-                parts.append(element("rect", **box, fill=_COLOUR, fill_opacity=0.3, class_="af-cell"))
+                parts.append(element("rect", **box, fill=CELL, fill_opacity=0.3, class_="af-cell"))
             parts.append(_text(shown, x + width * numeric, _LINE * at + 12, numeric))
         x += width + _GAP
     return "".join(parts), x - _GAP + 4, _LINE * (len(rows) + 1)

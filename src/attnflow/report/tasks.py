@@ -9,7 +9,7 @@ from attnflow._core.markup import columns, element, grouped, plural, shorten
 from attnflow.report.displays import draws
 from attnflow.report.hasse_svg import box, hasse_svg
 from attnflow.report.mask_picture import EXACT, mask_svg
-from attnflow.report.svg import MONO, Number, framed, text
+from attnflow.report.svg import HOT, MONO, Number, framed, text
 from attnflow.tasks.leaks import Leak, LeakReport, check
 from attnflow.tasks.task import Task
 
@@ -17,7 +17,6 @@ _LEAKS: Final = 12  # drawn before the rest is only counted
 _STOPS: Final = 8  # of a path; of a longer one the first and the last half
 _STEP, _ROW = 136.0, 66.0
 _STRIP: Final = 520.0
-_HOT: Final = "#d1495b"  # as the path in a Hasse diagram
 
 
 @draws(Task)
@@ -68,9 +67,9 @@ def _path(leak: Leak, y: float) -> tuple[str, float]:
             skipped = layer - stops[place - 1][0] - 1
             words = f"layer {layer}" if not skipped else f"… {skipped} more"
             start, end = x - _STEP + 46, x - 48
-            parts.append(element("path", d=f"M{start} {y + 36}H{end}", stroke=_HOT, stroke_width=2.0, class_="af-hot"))
+            parts.append(element("path", d=f"M{start} {y + 36}H{end}", stroke=HOT, stroke_width=2.0, class_="af-hot"))
             head = f"M{end - 2} {y + 32}l7 4l-7 4z"
-            parts.append(element("path", d=head, fill=_HOT, stroke="none", class_="af-hot"))
+            parts.append(element("path", d=head, fill=HOT, stroke="none", class_="af-hot"))
             parts.append(_text(words, (start + end) / 2, y + 30, 10.5, "middle"))
         tooltip = f"after layer {layer}" if layer else "in the input"
         words = (grouped(position), role, f"position {position} has the token {tooltip}")
@@ -87,7 +86,7 @@ def _strip(report: LeakReport, y: float) -> list[str]:
     at = 0
     for kind, run in groupby(kinds):
         count = len(list(run))
-        look: dict[str, Any] = {"fill": _HOT, "class_": "af-hot"} if kind == "leaks" else {"fill": "currentColor"}
+        look: dict[str, Any] = {"fill": HOT, "class_": "af-hot"} if kind == "leaks" else {"fill": "currentColor"}
         opacity = {"leaks": 1.0, "dead": 0.0, "fine": 0.22}[kind]
         where = f"{at}" if count == 1 else f"{at}–{at + count - 1}"
         title = element("title", f"{'reads its label' if kind == 'leaks' else kind}: {where}")
