@@ -51,8 +51,11 @@ function hatch(context, { at, colours, tile }) {
     tile.cells?.[plane]?.forEach((share, i) => {
       if (!share) return;
       const [x, y] = [at.x(tile.first_key + (i % tile.columns)), at.y(tile.first_query + Math.floor(i / tile.columns))];
-      context.moveTo(x, down ? y : y + at.cell);
-      context.lineTo(x + at.cell, down ? y + at.cell : y);
+      const half = at.cell / 2;
+      for (const side of [0, half]) { // not through the middle, where a path may have a dot
+        context.moveTo(x + side, down ? y + half - side : y + half + side);
+        context.lineTo(x + side + half, down ? y + at.cell - side : y + side);
+      }
     });
   context.stroke();
 }

@@ -6,7 +6,7 @@ const WIDE = { left: 92, top: 88, right: 6, bottom: 6 };
 export function palette(element) {
   const style = getComputedStyle(element);
   const colour = (name) => style.getPropertyValue(name).trim();
-  const names = ["page", "panel", "ink", "soft", "rule", "cell", "flow", "leak", "missing", "extra", "dead"];
+  const names = ["page", "panel", "ink", "soft", "rule", "given", "flow", "leak", "missing", "extra", "dead"];
   return { ...Object.fromEntries(names.map((name) => [name, colour(`--${name}`)])), font: colour("--mono") };
 }
 
@@ -65,7 +65,7 @@ export function painter() {
   let last = { cells: null, colours: null };
   let canvas = null;
   return (tile, colours) => {
-    const hues = [colours.cell, colours.missing, colours.extra].join();
+    const hues = [colours.given, colours.missing, colours.extra].join();
     const same = last.cells === tile.cells && last.hues === hues;
     if (same) return canvas;
     canvas = new OffscreenCanvas(Math.max(1, tile.columns), Math.max(1, tile.rows));
@@ -82,15 +82,14 @@ function pixels(tile, colours) {
   const { rows, columns } = tile;
   const data = new ImageData(columns, rows);
   const view = new Uint32Array(data.data.buffer);
-  // Flows and paths are drawn over what is allowed, which therefore covers its panel by half.
-  for (const [plane, colour, cover] of [["allowed", colours.cell, 0.5], ["missing", colours.missing, 1], ["extra", colours.extra, 1]]) {
+  for (const [plane, colour] of [["allowed", colours.given], ["missing", colours.missing], ["extra", colours.extra]]) {
     const cells = tile.cells[plane];
     if (!cells) continue;
     const [r, g, b] = rgb(colour);
     const hue = (b << 16) | (g << 8) | r;
     for (let i = 0; i < rows * columns; i++) {
       const share = cells[i];
-      if (share) view[i] = (Math.round(cover * (share === 255 ? 255 : 70 + 0.6 * share)) << 24) | hue;
+      if (share) view[i] = ((share === 255 ? 255 : 70 + Math.round(0.6 * share)) << 24) | hue;
     }
   }
   return data;

@@ -262,11 +262,12 @@ def test_reports_charts_and_the_studio_have_one_palette():
 
 
 def test_what_only_one_mask_allows_differs_in_grey():
-    """The studio shows three kinds of cells, common ones cover half of the panel; print has only their lightness."""
+    """The studio shows three kinds of cells, the common ones half as strong as elsewhere; print has their lightness."""
     style = (Path(__file__).parents[2] / "frontend/src/studio.css").read_text()
-    panel, cell, missing, extra = (
+    panel, cell, given, missing, extra = (
         np.array([int(re.search(rf"--{name}: #(\w+);", style)[1][at : at + 2], 16) for at in (0, 2, 4)])
-        for name in ("panel", "cell", "missing", "extra")
+        for name in ("panel", "cell", "given", "missing", "extra")
     )
-    shades = [float(ink @ (0.2126, 0.7152, 0.0722)) for ink in (panel, 0.5 * panel + 0.5 * cell, missing, extra)]
+    shades = [float(ink @ (0.2126, 0.7152, 0.0722)) for ink in (panel, given, missing, extra)]
+    assert np.abs(given - (panel + cell) / 2).max() <= 0.5
     assert min(a - b for a, b in pairwise(sorted(shades, reverse=True))) > 30
