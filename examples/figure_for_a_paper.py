@@ -12,8 +12,8 @@ mask = packed | af.masks.from_edges(reads, 10)
 flow = af.order.analyze(mask)
 
 torch.manual_seed(0)
-size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **size)).eval()  # load your own with af.load_model
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4)
+model = LlamaForCausalLM(config).eval()  # load your own with af.load_model
 answer = af.explain.answer(model, torch.arange(5, 15))
 
 figures = {
