@@ -69,7 +69,7 @@ class Guard(Handle):
         self._order: Order = order
         self._calls, self._turns = 0, Turns()
         self._hooks = (
-            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),  # before FSDP gathers
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, always_call=True),
         )
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from attnflow._core.errors import MissingExtra
 from attnflow._core.markup import columns as display_width
 from attnflow.report import html
+from attnflow.report.encoding import SANS, written
 from attnflow.report.html import Html
-from attnflow.report.svg import SANS, written
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

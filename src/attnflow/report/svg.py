@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import textwrap
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from attnflow._core.files import write_atomically
 from attnflow._core.markup import element, escape, number
+from attnflow.report.encoding import SANS, written
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Number = int | float
 MONO: Final = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace"
-SANS: Final = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica Neue, Arial, sans-serif"
 CELL, HOT = "#2f6c94", "#b3263e"  # what is allowed; a leak or a path
 _DARK: Final = {CELL: "#6fb1dc", HOT: "#ff7b88", "#0072b2": "#56b4e9", "#c85200": "#f0873c"}  # as report.css has them
 _STYLE: Final = (
@@ -125,18 +123,3 @@ def encode(picture: Svg | Figure, suffix: str) -> bytes:
     from attnflow.report.painting import painted
 
     return written(painted(picture.markup), suffix[1:], dpi=192)
-
-
-def written(figure: Figure, kind: str, *, rc: Mapping[str, str] | None = None, **options: Any) -> bytes:
-    """Encodes a figure deterministically; characters that its font lacks are left to the reader."""
-    from matplotlib import rc_context
-
-    content = io.BytesIO()
-    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    with (
-        rc_context(cast(Any, {"svg.hashsalt": "attnflow", "pdf.fonttype": 42, **(rc or {})})),
-        warnings.catch_warnings(),
-    ):
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure.savefig(content, format=kind, metadata=undated, **options)
-    return content.getvalue()
