@@ -141,7 +141,9 @@ def test_the_places_of_a_shard(shard, rank, places):
     assert positions_of(shard, (2, 8), rank, 2).tolist() == places
 
 
-@pytest.mark.parametrize("shard", ["striped", torch.tensor([8]), "half", (slice(0, 1), torch.tensor([9]))])
+@pytest.mark.parametrize(
+    "shard", ["striped", torch.tensor([8]), "half", (slice(0, 1), torch.tensor([9])), [1, 1], [0, -8]]
+)
 def test_places_that_are_not_there(shard):
     with pytest.raises(ValueError, match="shard must"):
         positions_of(shard, (2, 8), 0, 2)

@@ -39,12 +39,15 @@ def positions_of(shard: Shard, size: tuple[int, int], index: int, ranks: int) ->
         return chunks[index] if shard == "contiguous" else torch.cat([chunks[index], chunks[-1 - index]], 1)
     rows, positions = cast("tuple[Places, Places]", shard) if isinstance(shard, tuple) else (slice(None), shard)
     try:
-        return grid[_indices(rows)][:, _indices(positions)]
+        places = grid[_indices(rows)][:, _indices(positions)]
     except (IndexError, TypeError) as error:
         raise ValueError(
             f"shard must name positions of ids of shape {size} by a slice, by indices, or as (rows, positions), got "
             f"{shard!r}: {error}"
         ) from error
+    if len(places.unique()) < places.numel():
+        raise ValueError(f"shard must name each position of a rank once, got {shard!r}")
+    return places
 
 
 def _indices(places: Places) -> slice | Tensor:
