@@ -90,6 +90,19 @@ def test_a_leak_in_a_log(caplog):
     assert "LEAK" in str(watching)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # which PEFT asks for
+def test_inputs_of_an_adapted_model_without_their_names():
+    """PEFT's forward takes anything, and hands it on."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny("Llama"), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    with guard(model) as watching:
+        model(tokens(2, LENGTH))
+    assert watching.ok, watching
+    with guard(model) as watching:
+        model(tokens(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.int64))
+    assert watching.ok, watching
+
+
 def test_a_leak_that_begins_later():
     """Every second call is audited: the third call leaks and is caught, the second is not looked at."""
     model = tiny("Llama")

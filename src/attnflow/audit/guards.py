@@ -256,6 +256,8 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             call |= call.pop(name, {})
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:  # PEFT hands them on to the model inside
+            call |= zip(Subject(Subject(model).transformer).parameters, call.pop(name, ()), strict=False)
     return call
 
 
