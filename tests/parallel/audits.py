@@ -185,6 +185,34 @@ def checked_batch(model, batch):
     return [look.verdict for look in looks]
 
 
+def trained(looks):
+    """Gradients of two steps of DDP after a look at the model; the same on all ranks."""
+    model = nn.parallel.DistributedDataParallel(tiny().train())
+    for look in (looks, None):
+        if look is not None:
+            look(model)
+        model.zero_grad()
+        model(own_batch(), labels=own_batch()).loss.backward()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    parts = [torch.empty_like(gradients) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, gradients)
+    assert all(torch.equal(part, gradients) for part in parts), "ranks have other gradients"
+    return gradients.sum().item()
+
+
+def ddp_goes_on():
+    def guard(model):
+        with af.audit.guard(model):
+            model(own_batch(), labels=own_batch()).loss.backward()
+
+    looks = (
+        guard,
+        lambda model: af.audit.check(leaking(model), IDS, passes=4),
+        lambda model: af.audit.check_alone(model, IDS),
+    )
+    return [trained(looks[0]) == trained(None), *(trained(look) != 0 for look in looks[1:])]
+
+
 def guarded_then_sharded():
     model = tiny()
     with af.audit.guard(model) as watching:
@@ -228,6 +256,7 @@ def cases():
         "measured, FSDP2",
         lambda: [af.audit.measure(sharded(tiny()), IDS[:1, :5], by="output").masks[0] == af.masks.causal(5)],
     )
+    yield "DDP trains on", ddp_goes_on
     yield "guard before FSDP2", guarded_then_sharded
     yield "layers, FSDP2", lambda: [str(af.audit.measure(sharded(tiny()), IDS[:1, :5]))]
     for leak in (False, True):

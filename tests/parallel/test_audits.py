@@ -120,6 +120,7 @@ def test_what_runs_on_one_rank_alone_is_named(ranks):
     assert not ok
     assert elsewhere == {str(rank): "no guard, or it did not reach this call" for rank in range(1, len(ranks))}
     assert all(answers["measured, FSDP2"] == [True] for answers in ranks)
+    assert all(answers["DDP trains on"] == [True, True, True] for answers in ranks)
     assert all(answers["guard before FSDP2"] == [True, len(ranks), True] for answers in ranks)
 
 

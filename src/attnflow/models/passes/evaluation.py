@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from attnflow._core.threads import alone_with
 from attnflow.models.loading.offload import device_of
-from attnflow.models.passes.processes import stores_shards
+from attnflow.models.passes.processes import stores_shards, world
 
 _examined: Final = ContextVar("_examined", default=False)
 _DROPOUTS: Final = (
@@ -162,17 +162,29 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
     if dtype is None:
         yield
         return
+    trains = getattr(model, "held", None)  # of a function, whose optimizer has the parameters themselves
+    if trains is not None and world():  # it stays: DDP would lose them
+        with _Float64() if dtype == torch.float64 else nullcontext():
+            yield
+        return
     free_gathered(model)
     stored = {id(parameter) for module in filter(stores_shards, model.modules()) for parameter in module.parameters()}
     owners = [(module._parameters, dict(module._parameters)) for module in model.modules()]  # offload replaces them
-    tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point())
+    swapped: dict[int, nn.Parameter] = {}
+    if trains is None:
+        swapped = {id(p): _converted(p, dtype) for p in model.parameters() if _swaps(p, dtype)}
+    tensors = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and id(t) not in swapped)
     saved = [(tensor, tensor.data) for tensor in tensors if not hasattr(tensor, "device_mesh")]
+    flat = [(module, module._flat_weights) for module in model.modules() if isinstance(module, nn.RNNBase)]
     with ExitStack() as stack:
         try:
             for tensor, data in saved:
                 tensor.data = data.to(dtype)
             for module in model.modules():
+                module._parameters |= {n: swapped[id(p)] for n, p in module._parameters.items() if id(p) in swapped}
                 _convert_sharded(module, stored, dtype, stack)
+            for module, weights in flat:
+                module._flat_weights = [swapped.get(id(weight), weight) for weight in weights]
             with _Float64() if dtype == torch.float64 else nullcontext():
                 yield
         finally:
@@ -182,6 +194,14 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
                 free_gathered(model)
             for parameters, before in owners:
                 parameters.update(before)
+            for module, weights in flat:
+                module._flat_weights = weights
+
+
+def _swaps(parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Whether another parameter takes its place: one whose `data` change type loses DDP's hooks on its gradient."""
+    here = not (parameter.is_meta or hasattr(parameter, "device_mesh"))
+    return here and parameter.is_floating_point() and parameter.dtype != dtype
 
 
 def _convert_sharded(module: nn.Module, stored: set[int], dtype: torch.dtype, stack: ExitStack) -> None:
