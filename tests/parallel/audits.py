@@ -158,6 +158,23 @@ class Ring(nn.Module):
         return self.step(input_ids) + self.embed(input_ids)[:, place("contiguous")]
 
 
+def nosy(ids, much=1.0):
+    """The reference, reading a little of the next token."""
+    return reference(ids) + much * E[ids.roll(-1, -1)][..., :1]
+
+
+def copied_by_one():
+    """A step that rank 0 cannot copy, as it holds an open file."""
+    log, at = (open(tempfile.mkstemp()[1], "w") if dist.get_rank() == 0 else None), place("zigzag")  # noqa: SIM115
+    step = step_of("zigzag")
+
+    def logged(ids):
+        print(at.tolist(), file=log)
+        return step(ids)
+
+    return checked(logged if log else lambda ids: step(ids))
+
+
 def told(report):
     found = [str(violation) for violation in report.violations]
     return [report.verdict, *found, *report.untested, *(note for note in report.notes if "rank" in note)]
@@ -284,6 +301,37 @@ def cases():
             against=reference,
         ),
     )
+    first, half = dist.get_rank() == 0, place("contiguous")
+    yield "a replica that leaks", lambda: checked(lambda ids: nosy(ids, 0.01) if first else reference(ids), slice(None))
+    yield (
+        "beside a whole output",
+        lambda: checked(
+            lambda ids: {"a": reference(ids[None])[0][half], "b": nosy(ids[None])[0].logsumexp(-1)}, half, TEXT[0]
+        ),
+    )
+    yield (
+        "without the last",
+        lambda: checked(lambda ids: step_of("contiguous")(ids)[:, : len(half[half < 15])], half[half < 15]),
+    )
+    yield (
+        "an outlier",
+        lambda: checked(
+            lambda ids: (reference(ids) + dist.get_rank()).index_fill(-1, torch.tensor([3]), -1e30)[:, half],
+            half,
+            against=lambda ids: reference(ids).index_fill(-1, torch.tensor([3]), -1e30),
+        ),
+    )
+    yield "other arguments", lambda: checked(step_of("zigzag"), passes=8 + dist.get_rank())
+    yield "a reference on one rank", lambda: checked(step_of("zigzag"), against=reference if first else None)
+    yield "another order on one rank", lambda: checked(step_of("zigzag"), order=af.masks.causal(16 - (not first)))
+    yield "a step that one rank cannot copy", copied_by_one
+    yield (
+        "one row beside its reference",
+        lambda: checked(
+            lambda ids: step_of("zigzag")(ids[None])[0], ids=TEXT[0], against=lambda ids: reference(ids[None])[0]
+        ),
+    )
+    yield "progress that raises", lambda: checked(reference, None, progress=None if first else lambda *_: 1 / 0)
     yield "other ids", lambda: checked(step_of("zigzag"), ids=TEXT + dist.get_rank())
     yield "a length that does not fit", lambda: checked(step_of("zigzag"), ids=TEXT[:, :15])
     yield "what cannot be sent", lambda: checked(lambda ids: {"a": reference(ids), "b": lambda: 0}, slice(None))

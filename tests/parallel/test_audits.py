@@ -31,6 +31,15 @@ STEPS = {  # case: (verdict, words that the report must have)
     "replicas that differ": ("nothing tested", ["rank 1 returns other values"]),
     "a norm on parts of the sequence, False": ("clean", []),
     "a norm on parts of the sequence, True": ("leak", ["order: Normed"]),
+    "a replica that leaks": ("leak", ["order: lambda", "rank 1 returns other values"]),
+    "beside a whole output": ("leak", ["rank 0: b: position 0 moves with position 1"]),
+    "without the last": ("nothing tested", ["position 15, which no rank returned"]),
+    "an outlier": ("leak", ["reference"]),
+    "other arguments": ("ValueError", ["other arguments"]),
+    "a reference on one rank": ("ValueError", ["other arguments"]),
+    "another order on one rank": ("ValueError", ["other arguments"]),
+    "a step that one rank cannot copy": ("clean", []),
+    "one row beside its reference": ("clean", []),
     "other ids": ("ValueError", [ELSEWHERE]),
     "a length that does not fit": ("ValueError", ["equal parts, which leaves"]),
     "what cannot be sent": ("RankFailed", ["rank 0", "cannot be sent to other ranks"]),
@@ -38,7 +47,7 @@ STEPS = {  # case: (verdict, words that the report must have)
     "check of a ring": ("UnsupportedArchitecture", ["audit.check(step, ids, shard=...)"]),
     "layers, FSDP2": ("UnsupportedArchitecture", ["by='output'"]),
     "raises": ("RankFailed", ["rank 1: ValueError: planted"]),
-    "raises inside": ("RankFailed", ["rank 1: ValueError: planted", "process groups were closed"]),
+    "raises inside": ("RankFailed", ["rank 1: ValueError: planted", "groups were closed to release them"]),
 }
 
 
@@ -71,6 +80,14 @@ def test_a_step(case, ranks):
         assert all(word in " ".join(answers[case]) for word in words), answers[case]
         assert verdict != "clean" or answers[case] == ["clean"]
     assert len({json.dumps(answers[case]) for answers in ranks}) == 1, "every rank has the same report"
+
+
+@pytest.mark.slow
+def test_an_error_beside_the_step_reaches_the_others(ranks):
+    assert ranks[1]["progress that raises"][0] == "ZeroDivisionError"
+    assert ranks[0]["progress that raises"][0] == "RankFailed"
+    assert "ZeroDivisionError" in ranks[0]["progress that raises"][1]
+    assert "rank " in ranks[0]["progress that raises"][1]
 
 
 @pytest.mark.slow
@@ -118,7 +135,7 @@ def test_a_guard_tells_every_rank(ranks):
 def test_what_runs_on_one_rank_alone_is_named(ranks):
     ok, _, elsewhere = ranks[0]["guard on one rank"]
     assert not ok
-    assert elsewhere == {str(rank): "no guard, or it did not reach this call" for rank in range(1, len(ranks))}
+    assert elsewhere == {str(rank): "no guard" for rank in range(1, len(ranks))}
     assert all(answers["measured, FSDP2"] == [True] for answers in ranks)
     assert all(answers["DDP trains on"] == [True, True, True] for answers in ranks)
     assert all(answers["guard before FSDP2"] == [True, len(ranks), True] for answers in ranks)

@@ -129,6 +129,8 @@ def check(
     with together(ranks, "audit.check") as processes:
         if processes is not None:
             processes.require_same("inputs", subject.named(inputs))
+            more = order, mode, cache, both_sides, passes, watch, str(dtype), seed, shard is None, against is None
+            processes.require_same("arguments", more)
         with unchanged(subject.model), evaluating(subject.model), precision(subject.model, dtype):
             call = read(subject, inputs).in_precision(dtype)
             if not isinstance(subject.model, Function):
@@ -149,7 +151,7 @@ def _of_all_ranks(report: AuditReport, step: Function, call: Inputs, against: An
         reference = against.model if isinstance(against, Loaded) else against
         violations += tuple(step.beside(reference, call.kwargs, seed))
         notes += ("outputs were compared with a reference on one process",)
-    named = tuple(map(shards.named, violations))
+    named = tuple(shards.named(violation, bool(step.ahead)) for violation in violations)
     return replace(report, violations=named, untested=report.untested + tuple(shards.doubts), notes=notes)
 
 

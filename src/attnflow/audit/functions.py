@@ -11,6 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, TypeGuard, cast
 
@@ -22,7 +23,7 @@ from attnflow.audit.inputs import Inputs, fresh
 from attnflow.audit.report import Violation
 from attnflow.audit.rows import leaves
 from attnflow.audit.shards import Shards
-from attnflow.models.passes.evaluation import seed_all
+from attnflow.models.passes.evaluation import evaluating, seed_all, unchanged
 from attnflow.models.subject import Loaded
 
 _OTHER: Final = 0x5EED  # added to a seed that may be the one by which the caller drew the tokens
@@ -78,9 +79,10 @@ class Function(nn.Module):
             returned = self._returned(*args, **named)
         else:
             rows = tokens.numel() // tokens.shape[-1]
+            self.shards.batched = tokens.ndim > 1
             returned = self.shards.called(lambda: self._returned(*args, **named), (rows, size))
             if tokens.ndim == 1:
-                returned = {n: v[0] if isinstance(v, Tensor) and v.ndim else v for n, v in returned.items()}
+                returned = {n: cast(Tensor, v)[0] if n in self.shards.placed else v for n, v in returned.items()}
         for name in self.ahead & set(returned):
             value = returned[name]
             if isinstance(value, Tensor) and value.numel() == np.prod(self.size):
@@ -101,7 +103,9 @@ class Function(nn.Module):
         return full
 
     def on(self, shards: Shards) -> None:
-        """Put together what several processes return, of the copy as well."""
+        """Put together what several processes return, of the copy as well; a copy that only some can make goes."""
+        if shards.processes is not None and not all(shards.processes.gather(self.twin is not None)):
+            self.twin, self.held = None, ()
         for function in (self, self.twin):
             if function is not None:
                 function.shards = shards
@@ -117,7 +121,11 @@ class Function(nn.Module):
             seed_all(seed)
             return call(**fresh(kwargs))
 
-        with torch.no_grad():
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if isinstance(reference, nn.Module) and first:
+                stack.enter_context(unchanged(reference))
+                stack.enter_context(evaluating(reference))
             expected = self.shards.run(lambda: alone(other) if first else {})[0]
             return self.shards.beside(alone(self), expected, type(self).__name__)
 

@@ -64,7 +64,8 @@ class Guard(Handle):
         self.reports: list[AuditReport] = []
         self.refusals: dict[int, str] = {}
         self.elsewhere: dict[int, str] = {}
-        self._peers = Peers() if world() else None
+        size = sum(parameter.numel() for parameter in model.parameters())
+        self._peers = Peers(f"{self.kind} of {size}, every {every}") if world() else None
         self._every, self._on_leak, self._passes, self._sequences = every, on_leak, passes, sequences
         self._order: Order = order
         self._calls, self._turns = 0, Turns()
@@ -116,8 +117,11 @@ class Guard(Handle):
             if witness is not None and self._on_leak == "raise":
                 places = () if witness.source is None else (witness.source, witness.target)
                 raised = LeakFound(found, places)
-        except (AttnflowError, *REFUSALS) as error:
+        except Exception as error:
             found, raised = f"call {call} could not be audited: {error}", error
+            if not isinstance(error, (AttnflowError, *REFUSALS)):
+                self._tell(call, found, None)
+                raise
             if self._on_leak == "log":  # who wants a log does not want the run to end
                 self.refusals[call] = str(error)
                 _LOG.warning("%s", found)
@@ -129,7 +133,9 @@ class Guard(Handle):
         if self._peers is not None:
             told = self._peers.exchange(f"call {call}", found)
             others = {rank: words for rank, words in told.items() if words not in ("", found)}
-            others |= dict.fromkeys(self._peers.absent, "no guard, or it did not reach this call")
+            others |= dict.fromkeys(self._peers.absent, "no guard")
+            if self._peers.slow:
+                _LOG.warning("call %d: ranks %s did not reach it, and are not waited for again", call, self._peers.slow)
         if raised is not None and self._on_leak == "raise":
             raise raised
         for rank, words in others.items():

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.errors import RankFailed, UnsupportedArchitecture
 from attnflow.audit import rounding
 from attnflow.audit.choices import separated
 from attnflow.audit.fields import Fields
@@ -208,7 +208,20 @@ class Prober:
 
         with torch.no_grad():
             (runner or self.runner).run(call, visit)
+        self._agree(moves)
         return moves
+
+    def _agree(self, moves: list[Moved]) -> None:
+        """Raise on every rank if those of a sharded model saw other moves: their next passes would not be the same."""
+        processes = self.runner.inputs.processes
+        if processes is None or self.runner.inputs.joins:
+            return
+        seen = processes.gather([(moved.event.blame, float(moved.change.sum())) for moved in moves])
+        for others in seen:
+            sizes = [abs(a - b) > 1e-3 * abs(a) for (_, a), (_, b) in zip(seen[0], others, strict=False)]
+            if [name for name, _ in others] != [name for name, _ in seen[0]] or any(sizes):
+                first = next(iter(seen[0] + others))[0]
+                raise RankFailed(f"ranks compute other values from the same changed inputs, first near {first}")
 
     def _compare(self, event: Event, watched: Tensor, moves: list[Moved]) -> None:
         before = self.base.get(event.key)

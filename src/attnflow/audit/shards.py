@@ -13,6 +13,7 @@ from torch import Tensor
 from attnflow._core.markup import plural
 from attnflow.audit import rounding
 from attnflow.audit.report import Violation
+from attnflow.audit.rows import as_numbers
 from attnflow.models.passes.processes import Processes
 
 Places = slice | Sequence[int] | Tensor
@@ -37,6 +38,8 @@ def positions_of(shard: Shard, size: tuple[int, int], index: int, ranks: int) ->
             )
         chunks = grid.chunk(parts, 1)
         return chunks[index] if shard == "contiguous" else torch.cat([chunks[index], chunks[-1 - index]], 1)
+    if isinstance(shard, tuple) and len(cast("tuple[Places, ...]", shard)) != 2:
+        raise ValueError(f"shard must be a pair (rows, positions), a slice, a list or a tensor, got {shard!r}")
     rows, positions = cast("tuple[Places, Places]", shard) if isinstance(shard, tuple) else (slice(None), shard)
     try:
         places = grid[_indices(rows)][:, _indices(positions)]
@@ -63,6 +66,8 @@ class Shards:
     size: tuple[int, int] = (0, 0)  # of the ids that the step was called with
     places: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # {rank: flat places [rows, positions]}
     covered: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # {output: bool [batch, n]}
+    batched: bool = True  # whether the ids have a batch axis
+    placed: set[str] = field(default_factory=set[str])  # outputs [batch, n, ...] that parts were put together to
     doubts: dict[str, None] = field(default_factory=dict[str, None])  # what keeps outputs from being judged
 
     def called(self, call: Callable[[], Mapping[str, object]], size: tuple[int, int]) -> dict[str, object]:
@@ -86,36 +91,47 @@ class Shards:
             pieces = {rank: _piece(value, self.places[rank]) for rank, value in parts.items()}
             outputs |= {f"rank {rank}: {name}": parts[rank] for rank, piece in pieces.items() if piece is None}
             if whole := {rank: piece for rank, piece in pieces.items() if piece is not None}:
-                outputs[name] = self._joined(name, whole)
+                outputs |= (joined := self._joined(name, whole))
+                self.placed |= set(joined)
         return outputs
 
     def run(self, call: Callable[[], T]) -> list[T]:
         return [call()] if self.processes is None else self.processes.run(call)
 
-    def _joined(self, name: str, pieces: Mapping[int, Tensor]) -> Tensor:
+    def _joined(self, name: str, pieces: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """All parts as one output; positions that a rank before returned, too, stand in one of the later rank."""
         first = next(iter(pieces.values()))
         whole = first.new_zeros(math.prod(self.size), *first.shape[1:])
         covered = torch.zeros(math.prod(self.size), dtype=torch.bool)
+        outputs: dict[str, Tensor] = {}
         for rank, piece in pieces.items():
             places = self.places[rank].flatten()
             if (piece.shape[1:], piece.dtype) != (first.shape[1:], first.dtype):
                 self.doubts[f"{name} of rank {rank}, {list(piece.shape)} of {piece.dtype}, unlike other ranks"] = None
                 continue
             again = covered[places]
-            if again.any() and _change(piece[again], whole[places[again]]).max() > _tolerance(whole):
-                self.doubts[f"{name}: rank {rank} returns other values than another rank for the same positions"] = None
-            whole[places], covered[places] = piece, True
+            if again.any():
+                if _differ(piece[again], whole[places[again]]).any():
+                    words = "returns other values than another rank for the same positions"
+                    self.doubts[f"{name}: rank {rank} {words}"] = None
+                own = torch.zeros_like(whole)
+                own[places] = piece
+                outputs[f"rank {rank}: {name}"] = own.view(*self.size, *first.shape[1:])
+            new = ~again
+            whole[places[new]], covered[places] = piece[new], True
         self.covered[name] = covered.view(self.size)
         absent = (~self.covered[name]).any(0).nonzero()[:, 0].tolist()
-        if absent not in ([], [self.size[1] - 1]):  # no label follows the last
+        if absent and not (first.ndim == 1 and absent == [self.size[1] - 1]):  # no label follows the last
             self.doubts[f"{name} at {_runs(absent)}, which no rank returned"] = None
-        return whole.view(*self.size, *first.shape[1:])
+        return {name: whole.view(*self.size, *first.shape[1:]), **outputs}
 
-    def named(self, violation: Violation) -> Violation:
-        """The violation with the ranks that hold its target and its source."""
-        target = self._rank_of(violation.target_row, violation.target)
+    def named(self, violation: Violation, ahead: bool) -> Violation:
+        """The violation with the ranks that hold its target and its source; `ahead`, a number scores the next token."""
+        scored = ahead and bool(violation.tokens) and violation.target > 0
+        target = self._rank_of(violation.target_row, violation.target - scored)
         source = self._rank_of(violation.source_row, violation.source)
-        words = f"{violation.target} is of {target}" if target else ""
+        what = f"the score of {violation.target}" if scored else violation.target
+        words = f"{what} is of {target}" if target else ""
         words += f"{', ' * bool(words)}{violation.source} of {source}" if source else ""
         return replace(violation, ranks=words)
 
@@ -130,21 +146,30 @@ class Shards:
         """Where outputs differ from those of one process; what has no counterpart there is a doubt."""
         violations: list[Violation] = []
         for name, value in outputs.items():
-            others = [v for n, v in reference.items() if n == name.rpartition(": ")[2]] or list(reference.values())
-            other = next((v for v in others if isinstance(v, Tensor) and _fits(value, v)), None)
-            if not isinstance(value, Tensor) or other is None:
+            if isinstance(value, Tensor) and not value.ndim:  # a number for the whole batch
+                continue
+            named = [v for n, v in reference.items() if n == name.rpartition(": ")[2] and _fits(value, v)]
+            fitting = named or [v for v in reference.values() if _fits(value, v)]
+            if not isinstance(value, Tensor) or len(fitting) != 1:
                 shape = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                self.doubts[f"{name} {shape} beside the reference, which returns nothing of this shape"] = None
+                what = "several outputs" if fitting else "nothing"
+                self.doubts[f"{name} {shape} beside the reference, which returns {what} of this shape"] = None
+                continue
+            other = cast(Tensor, fitting[0]).cpu()
+            value, other = (tensor if self.batched else tensor[None] for tensor in (value, other))
+            if value.ndim < 2 or value.shape[0] != self.size[0]:
+                self.doubts[f"{name} {list(value.shape)} beside the reference: it has no axis of positions"] = None
                 continue
             n = min(value.shape[1], other.shape[1])
-            other = other[:, :n].cpu()
-            change = _change(value[:, :n].flatten(0, 1), other.flatten(0, 1)).view(value.shape[0], n)
-            wrong = change > max(_tolerance(other), _tolerance(value))
-            wrong &= self.covered[name][:, :n] if name in self.covered else True
+            there = self.covered.get(name, torch.ones(len(value), value.shape[1], dtype=torch.bool))
+            if there[:, n:].any() and value.ndim > 2:
+                self.doubts[f"{name} from position {n} on, where the reference has no value"] = None
+            wrong = _differ(value[:, :n].flatten(0, 1), other[:, :n].flatten(0, 1)).view(len(value), n)
+            wrong &= there[:, :n]
             if wrong.any():
                 row, target = wrong.nonzero()[0].tolist()
                 why = f"{plural(int(wrong.sum()), 'position')}: {_runs(wrong[row].nonzero()[:, 0].tolist())}"
-                largest = float(change[wrong].max())
+                largest = float(_change(value[:, :n][wrong], other[:, :n][wrong]).max())
                 place = "reference", None, f"{step}.{name}", None, target, largest, None, row
                 violations.append(Violation(*place, why=f"{why} of sequence {row}"))
         return violations
@@ -159,21 +184,29 @@ def _piece(value: object, places: Tensor) -> Tensor | None:
     return value if value.shape[:1] == (places.numel(),) else None
 
 
-def _fits(value: object, other: Tensor) -> bool:
+def _fits(value: object, other: object) -> bool:
     """Whether both are [batch, n, ...] of the same widths; of n and n - 1 positions, the first are compared."""
-    if not isinstance(value, Tensor) or not value.ndim == other.ndim > 1 or value.shape[2:] != other.shape[2:]:
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor) or not value.ndim == other.ndim > 0:
         return False
-    return len(value) == len(other) and abs(value.shape[1] - other.shape[1]) < 2
+    differ = [axis for axis, (a, b) in enumerate(zip(value.shape, other.shape, strict=True)) if a != b]
+    return not differ or (differ in ([0], [1]) and abs(value.shape[differ[0]] - other.shape[differ[0]]) == 1)
 
 
 def _change(one: Tensor, other: Tensor) -> Tensor:
     """The largest change of each row of [rows, ...]."""
-    return rounding.row_change(one.reshape(len(one), -1), other.reshape(len(other), -1))
+    one, other = (as_numbers(tensor).reshape(len(tensor), -1) for tensor in (one, other))
+    return rounding.row_change(one, other)
 
 
-def _tolerance(values: Tensor) -> float:
-    """Sums in another order err by far less, and mistakes move far more."""
-    return math.sqrt(torch.finfo(values.dtype).eps) * rounding.scale_of(values) if values.is_floating_point() else 0.0
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Which rows of [rows, ...] differ by more than rounding: of each number, or of the median where that is more."""
+    one, other = (as_numbers(tensor).reshape(len(tensor), -1) for tensor in (one, other))
+    eps = max(torch.finfo(tensor.dtype).eps for tensor in (one, other))
+    one, other = one.double(), other.double()
+    same = (one == other) | (one.isnan() & other.isnan())
+    sizes = torch.maximum(one.abs(), other.abs()).nan_to_num(nan=0.0, posinf=0.0)
+    border = math.sqrt(eps) * sizes.clamp(min=float(sizes[sizes > 0].median()) if (sizes > 0).any() else 0.0)
+    return (~same & ~((one - other).abs() <= border)).any(-1)
 
 
 def _runs(positions: Sequence[int]) -> str:

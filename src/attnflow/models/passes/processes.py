@@ -26,6 +26,7 @@ GRACE: Final = timedelta(seconds=15)  # for other ranks to arrive, after an erro
 _LENGTH: Final = 300  # of an error's text
 T = TypeVar("T")
 _met: Counter[tuple[int, ...]] = Counter()
+_named: Counter[str] = Counter()
 
 
 class _Answer(NamedTuple):
@@ -93,7 +94,7 @@ class Processes:
                 "model together"
             )
         # A group of its own, as names of new groups hang on how many a rank has, and a used name on old addresses.
-        self._group = dist.ProcessGroupGloo(
+        self._group: Any = dist.ProcessGroupGloo(
             c10d.PrefixStore("group", self._store), self.ranks.index(self.rank), len(self.ranks), WAIT
         )
 
@@ -115,8 +116,24 @@ class Processes:
 
     def _all(self, part: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(part) for _ in self.ranks]
-        cast(Any, self._group).allgather([parts], [part]).wait()
+        try:
+            self._group.allgather([parts], [part]).wait()
+        except RuntimeError as closed:
+            if self._store.check(["left"]):
+                raise RankFailed(self._store.get("left").decode()) from closed
+            raise
         return parts
+
+    def leave(self, error: BaseException | None) -> None:
+        """End the look on this rank; an error reaches ranks that still gather, and those that wait in the step."""
+        if error is None:
+            self._store.set(f"gone/{self.rank}", "")
+            return
+        if not isinstance(error, RankFailed):
+            self._store.compare_set("left", "", f"rank {self.rank}: {_words(error)}")
+        self._group = None  # the last reference: its connections close, which ends what others wait for
+        if self._missing("gone", GRACE):
+            self._release()
 
     def run(self, call: Callable[[], T]) -> list[T]:
         """Call on each rank, and return the values of all.
@@ -132,9 +149,11 @@ class Processes:
         try:
             answer = _Answer("", call())
         except Exception as raised:
+            if self._store.check(["left"]):  # another rank ended the look, and released this one
+                raise RankFailed(self._store.get("left").decode()) from raised
             error = raised
             answer = _Answer(_words(raised), None)
-            self._store.compare_set("first", "", f"rank {self.rank}: {answer.error}")
+            self._store.compare_set(f"first {self._runs}", "", f"rank {self.rank}: {answer.error}")
         try:
             if error is not None and self._missing(f"at {self._runs}", GRACE):
                 raise RuntimeError("other ranks wait in a collective of the call")
@@ -143,9 +162,11 @@ class Processes:
         except RankFailed:
             raise
         except RuntimeError as closed:
-            first = self._store.get("first").decode() if self._store.check(["first"]) else _words(closed)
+            known = [key for key in ("left", f"first {self._runs}") if self._store.check([key])]
+            first = self._store.get(known[0]).decode() if known else _words(closed)
             self._release()
-            why = "other ranks waited for it in a collective, so the process groups were closed"
+            limit = f"{GRACE.total_seconds():.0f} s"
+            why = f"other ranks did not arrive within {limit}, so the process groups were closed to release them"
             raise RankFailed(f"{first} ({why})") from (error or closed)
         failed = {rank: given.error for rank, given in zip(self.ranks, answers, strict=True) if given.error}
         if error is not None and len(failed) == len(answers) and len(set(failed.values())) == 1:
@@ -175,7 +196,7 @@ class Processes:
 
     def _release(self) -> None:
         """Close all process groups of this rank, so that ranks that wait for it inside a collective raise."""
-        cast(Any, self._group).abort()
+        self._group = None
         if dist.is_initialized():
             cast(Any, c10d)._abort_process_group()
 
@@ -193,20 +214,22 @@ class Processes:
 class Peers:
     """What looks at models of their own found on each rank, told through the store: no rank waits in a collective."""
 
-    def __init__(self) -> None:
-        self.rank, self.absent = dist.get_rank(), tuple[int, ...]()
-        _met[()] += 1
-        self._store = c10d.PrefixStore(f"attnflow/peers/{_met[()]}", c10d._get_default_store())
+    def __init__(self, name: str) -> None:
+        self.rank, self.absent, self.slow = dist.get_rank(), tuple[int, ...](), tuple[int, ...]()
+        _named[name] += 1
+        place = hashlib.sha256(name.encode()).hexdigest()[:16]
+        self._store = c10d.PrefixStore(f"attnflow/peers/{place}/{_named[name]}", c10d._get_default_store())
         self._ranks = world()
         self._store.set(f"here/{self.rank}", "")
 
     def exchange(self, what: str, words: str) -> dict[int, str]:
-        """{rank: words} of all ranks that take part; `absent` are those that did not begin, or did not come so far."""
+        """{rank: words} of all ranks that take part; `absent` never began, and `slow` did not come so far."""
         _, late = self._wait("here", BEGIN)
         self._ranks = tuple(rank for rank in self._ranks if rank not in late)
         self._store.set(f"{what}/{self.rank}", words)
         keys, slow = self._wait(what, LIMIT)
-        self.absent = tuple(sorted({*self.absent, *late, *slow}))
+        self._ranks = tuple(rank for rank in self._ranks if rank not in slow)  # they are waited for once
+        self.absent, self.slow = (*self.absent, *late), (*self.slow, *slow)
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if rank not in slow}
 
     def _wait(self, what: str, limit: timedelta) -> tuple[dict[int, str], list[int]]:
@@ -247,7 +270,13 @@ def together(ranks: Sequence[int], what: str) -> Generator[Processes | None]:
     if not ranks:
         yield None
         return
-    yield Processes(ranks, what)
+    processes = Processes(ranks, what)
+    try:
+        yield processes
+    except BaseException as error:
+        processes.leave(error)
+        raise
+    processes.leave(None)
 
 
 @contextmanager
@@ -267,7 +296,7 @@ def on_device(value: Any, device: torch.device) -> Any:
     return type(value)(on_device(item, device) for item in value) if type(value) in (list, tuple) else value
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"[:_LENGTH]
 
 
@@ -284,7 +313,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def digest(value: Any) -> str:
-    """A fingerprint of nested tensors and plain values; other objects count by their class."""
+    """A fingerprint of nested tensors and plain values; what cannot be pickled counts by its class."""
     if isinstance(value, Tensor):
         numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8)
         return f"{value.dtype}{tuple(value.shape)}{hashlib.sha256(numbers.numpy().tobytes()).hexdigest()}"
@@ -292,4 +321,9 @@ def digest(value: Any) -> str:
         return str(sorted((str(name), digest(item)) for name, item in cast("Mapping[Any, Any]", value).items()))
     if isinstance(value, list | tuple):
         return str([digest(item) for item in cast("Sequence[Any]", value)])
-    return repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
+    if isinstance(value, str | int | float | bool | None):
+        return repr(value)
+    try:
+        return hashlib.sha256(pickle.dumps(value)).hexdigest()
+    except Exception:  # what an object of the user's raises
+        return type(value).__name__
