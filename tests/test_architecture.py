@@ -123,7 +123,7 @@ BUDGETS = {
     "tasks": 5_934,
     "testing": 530,
 }
-TESTS = 56_009
+TESTS = 56_018
 
 
 @pytest.mark.parametrize("room", ["_core", *ROOMS])

@@ -298,7 +298,16 @@ def partly(batch):
 
 
 # what is no mistake of a loss: (step, -, batch, shard), and what is said
+def opposed(batch):
+    """Every rank trains all positions, and the second drives the model away from them."""
+    logits = MODEL(batch["input_ids"]).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten()) * (1 - 2 * rank())
+
+
 OTHERS = {
+    "ranks that weigh one position otherwise": LossCase(
+        opposed, None, ANSWERS, slice(None), kind="", says="rank 1 gives it another weight", launches=(2,)
+    ),
     "a rank that fails": LossCase(
         failing, None, shard=mine, kind="RankFailed", says="rank 1: KeyError: 'labels'", launches=(2,)
     ),

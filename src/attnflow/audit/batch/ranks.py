@@ -194,11 +194,12 @@ def _added(one: Targets, other: Targets, rank: int, findings: Findings) -> Targe
         row, column = both.nonzero()[0].tolist()
         places = f"{plural(int(both.sum()), 'position')}, the first of them {column} of sequence {row}"
         findings.notes.append(f"rank {rank} also trains {places}, which a rank before it trains")
-    clash = both & (one.token != other.token)
-    if clash.any():
-        row, column = clash.nonzero()[0].tolist()
-        what = f"position {column} of sequence {row}"
-        findings.untested.append((what, f"rank {rank} trains it on another token than a rank before it"))
+    apart = (one.weight - other.weight).abs() > max(one.precision, other.precision) * one.weight.abs()
+    for clash, words in ((one.token != other.token, "trains it on another token"), (apart, "gives it another weight")):
+        if (both & clash).any():
+            row, column = (both & clash).nonzero()[0].tolist()
+            what = f"position {column} of sequence {row}"
+            findings.untested.append((what, f"rank {rank} {words} than a rank before it"))
     whole = one.joined(other)
     added = torch.where(both, other.weight, 0.0), torch.where(both, other.value, 0.0)
     calls = max(one.calls, other.calls)
