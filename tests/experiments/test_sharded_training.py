@@ -1,10 +1,8 @@
 """Processes of a launch that share each step, or the model too (FSDP): the same numbers, resumed bit by bit."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,8 @@ import torch
 
 from experiments.runner.processes import launched
 from tests.experiments.sharded_job import CLIP, STEPS, fit, made, seen
+from tests.processes import torchrun
 
-ROOT = Path(__file__).parents[2]
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 WAYS = {
     "whole": {},
     "sharded": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
@@ -24,10 +21,7 @@ WAYS = {
 
 def job(folder: Path, way: str, at: int = -1) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
-    on_cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    words = [sys.executable, "-m", *TORCHRUN, "-m", "tests.experiments.sharded_job", str(folder), str(at)]
-    environment = {**os.environ, **on_cpu, **WAYS[way]}
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return torchrun("-m", "tests.experiments.sharded_job", str(folder), str(at), **WAYS[way])
 
 
 @pytest.fixture(scope="module", params=WAYS)

@@ -24,6 +24,7 @@ from attnflow.audit.report import Violation
 from attnflow.audit.rows import leaves
 from attnflow.audit.shards import Shards
 from attnflow.models.passes.evaluation import evaluating, seed_all, unchanged
+from attnflow.models.passes.processes import by_rank
 from attnflow.models.subject import Loaded
 
 _OTHER: Final = 0x5EED  # added to a seed that may be the one by which the caller drew the tokens
@@ -126,7 +127,7 @@ class Function(nn.Module):
             if isinstance(reference, nn.Module) and first:
                 stack.enter_context(unchanged(reference))
                 stack.enter_context(evaluating(reference))
-            expected = self.shards.run(lambda: alone(other) if first else {})[0]
+            expected = next(iter(by_rank(processes, lambda: alone(other) if first else {}).values()))
             return self.shards.beside(alone(self), expected, type(self).__name__)
 
     def align(self, inputs: Inputs, seed: int) -> tuple[str, ...]:

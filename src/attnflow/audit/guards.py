@@ -129,23 +129,22 @@ class Guard(Handle):
 
     def _tell(self, call: int, found: str, raised: Exception | None) -> None:
         """Tell other ranks what was found here, and raise what was found anywhere."""
-        others: dict[int, str] = {}
+        told: dict[int, str] = {}
+        absent: tuple[int, ...] = ()
         if self._peers is not None:
             told = self._peers.exchange(f"call {call}", found)
-            others = {rank: words for rank, words in told.items() if words not in ("", found)}
-            others |= dict.fromkeys(self._peers.absent, "no guard")
+            told = {rank: words for rank, words in told.items() if words not in ("", found)}
+            absent = self._peers.absent
             if self._peers.slow:
                 _LOG.warning("call %d: ranks %s did not reach it, and are not waited for again", call, self._peers.slow)
         if raised is not None and self._on_leak == "raise":
             raise raised
-        for rank, words in others.items():
+        for rank, words in (told | dict.fromkeys(absent, "no guard")).items():
             self.elsewhere.setdefault(rank, words)
             _LOG.warning("rank %d: %s", rank, words)
-        leaks = [
-            f"rank {rank}: {words}" for rank, words in others.items() if rank not in cast(Peers, self._peers).absent
-        ]
-        if leaks and self._on_leak == "raise":
-            raise RankFailed(leaks[0])
+        if told and self._on_leak == "raise":
+            rank, words = next(iter(told.items()))
+            raise RankFailed(f"rank {rank}: {words}")
 
     def _log(self, call: int, reports: Sequence[tuple[str, AuditReport]]) -> None:
         for of, report in reports:
@@ -164,14 +163,14 @@ class Guard(Handle):
         with together(sharded_over(model), "a guarded model") as processes:
             if processes is None:
                 return [("", self._audit(model, call))]
-            calls = processes.gather(call)
-            kept = {digest(given): rank for rank, given in reversed([*zip(processes.ranks, calls, strict=True)])}
-            device, reports = Subject(model).device, list[tuple[str, AuditReport]]()
-            for rank, given in zip(processes.ranks, calls, strict=True):
-                if kept[digest(given)] == rank:
-                    report = self._audit(model, on_device(given, device), processes)
-                    reports.append((f"batch of rank {rank}: ", report))
-            return reports
+            batches: dict[str, tuple[int, dict[str, Any]]] = {}  # each once, of the first rank that has it
+            for rank, given in zip(processes.ranks, processes.gather(call), strict=True):
+                batches.setdefault(digest(given), (rank, given))
+            device = Subject(model).device
+            return [
+                (f"batch of rank {rank}: ", self._audit(model, on_device(given, device), processes))
+                for rank, given in batches.values()
+            ]
 
     def _audit(self, model: nn.Module, call: dict[str, Any], processes: Processes | None = None) -> AuditReport:
         masks = attached_masks(model)

@@ -22,7 +22,7 @@ from torch import nn
 from attnflow._core.errors import RankFailed
 from attnflow._core.plain import close_to
 from attnflow.audit.functions import is_function
-from attnflow.models.passes.processes import together, world
+from attnflow.models.passes.processes import on_every_rank, world
 from attnflow.models.subject import Loaded, Subject
 
 LENGTH: Final = 31  # tokens of an example
@@ -91,10 +91,7 @@ def load(target: str) -> Audited:
             raise cast(ValueError, error)
         return audited
 
-    with together(world(), "attnflow audit") as processes:
-        assert processes is not None
-        processes.run(lambda: here() and None)
-    return here()
+    return on_every_rank(world(), "attnflow audit", lambda _: here())
 
 
 def _loaded(target: str) -> Audited:

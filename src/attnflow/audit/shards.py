@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar, cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from attnflow._core.markup import plural
 from attnflow.audit import rounding
 from attnflow.audit.report import Violation
 from attnflow.audit.rows import as_numbers
-from attnflow.models.passes.processes import Processes
+from attnflow.models.passes.processes import Processes, by_rank
 
 Places = slice | Sequence[int] | Tensor
-T = TypeVar("T")
 Shard = Places | str | tuple[Places, Places] | None
 NAMED: Final = ("contiguous", "zigzag")
 
@@ -72,12 +71,12 @@ class Shards:
 
     def called(self, call: Callable[[], Mapping[str, object]], size: tuple[int, int]) -> dict[str, object]:
         """What all ranks returned for ids of this size, by name; each under its rank's name without a shard."""
-        ranks, rank = (0,), 0
+        ranks, index = (0,), 0
         if self.processes is not None:
-            ranks, rank = self.processes.ranks, self.processes.rank
-        answers = self.run(lambda: (positions_of(self.shard, size, ranks.index(rank), len(ranks)), dict(call())))
-        returned = {rank: outputs for rank, (_, outputs) in zip(ranks, answers, strict=True)}
-        self.size, self.places = size, {rank: places for rank, (places, _) in zip(ranks, answers, strict=True)}
+            ranks, index = self.processes.ranks, self.processes.ranks.index(self.processes.rank)
+        answers = by_rank(self.processes, lambda: (positions_of(self.shard, size, index, len(ranks)), dict(call())))
+        returned = {rank: outputs for rank, (_, outputs) in answers.items()}
+        self.size, self.places = size, {rank: places for rank, (places, _) in answers.items()}
         if self.shard is None:
             outputs = {f"rank {r}: {name}": value for r in ranks for name, value in returned[r].items()}
             part = size[1] // len(ranks) if len(ranks) > 1 else 0
@@ -94,9 +93,6 @@ class Shards:
                 outputs |= (joined := self._joined(name, whole))
                 self.placed |= set(joined)
         return outputs
-
-    def run(self, call: Callable[[], T]) -> list[T]:
-        return [call()] if self.processes is None else self.processes.run(call)
 
     def _joined(self, name: str, pieces: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """All parts as one output; positions that a rank before returned, too, stand in one of the later rank."""

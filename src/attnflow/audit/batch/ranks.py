@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,7 @@ from attnflow.audit.batch.loss import matched, with_shift
 from attnflow.audit.batch.reading import BatchReading, Family, family_of
 from attnflow.audit.batch.targets import LossUnread, TrainsNothing, read_targets
 from attnflow.audit.shards import Shard, positions_of
-from attnflow.models.passes.processes import Processes
-
-T = TypeVar("T")
+from attnflow.models.passes.processes import Processes, by_rank
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class RankedLoss:
         if self.processes is not None:
             self.processes.require_same("batch", batch)
         several = self.shard is not None
-        self.parts = self._run(lambda: _read(step, batch, least, model, several))
+        self.parts = by_rank(self.processes, lambda: _read(step, batch, least, model, several))
         if not any(part.targets is not None for part in self.parts.values()):
             raise LossUnread("no rank returned a loss that trains anything")
         return next(part.family for part in self.parts.values() if part.targets is not None)
@@ -61,7 +59,7 @@ class RankedLoss:
             return matched(part.targets, reading, findings)
         ranks = tuple(self.parts)
         number = 0 if self.processes is None else ranks.index(self.processes.rank)
-        places = self._run(lambda: positions_of(self.shard, reading.shape, number, len(ranks)))
+        places = by_rank(self.processes, lambda: positions_of(self.shard, reading.shape, number, len(ranks)))
         whole: Targets | None = None
         owner = torch.full((math.prod(reading.shape),), -1)
         for rank, part in self.parts.items():
@@ -77,11 +75,6 @@ class RankedLoss:
         if whole is None:
             return None
         return with_shift(replace(whole, owner=owner.view(reading.shape), **self._value()), reading)
-
-    def _run(self, call: Callable[[], T]) -> dict[int, T]:
-        if self.processes is None:
-            return {0: call()}
-        return dict(zip(self.processes.ranks, self.processes.run(call), strict=True))
 
     def _covered(self, owner: Tensor, findings: Findings) -> None:
         absent = owner[:, :-1] < 0  # no label follows the last

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from attnflow._core.threads import alone_with
 from attnflow.models.loading.offload import device_of
-from attnflow.models.passes.processes import stores_shards, world
+from attnflow.models.passes.processes import stored_in_shards, stores_shards, world
 
 _examined: Final = ContextVar("_examined", default=False)
 _DROPOUTS: Final = (
@@ -168,7 +168,7 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
             yield
         return
     free_gathered(model)
-    stored = {id(parameter) for module in filter(stores_shards, model.modules()) for parameter in module.parameters()}
+    stored = stored_in_shards(model)
     owners = [(module._parameters, dict(module._parameters)) for module in model.modules()]  # offload replaces them
     swapped: dict[int, nn.Parameter] = {}
     if trains is None:

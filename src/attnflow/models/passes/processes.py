@@ -52,9 +52,14 @@ def stores_shards(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
+def stored_in_shards(model: nn.Module) -> set[int]:
+    """The ids of the parameters that FSDP2 keeps in shards."""
+    return {id(parameter) for module in filter(stores_shards, model.modules()) for parameter in module.parameters()}
+
+
 def splits_features(model: nn.Module) -> bool:
     """Whether ranks compute parts of one activation (tensor or sequence parallelism); FSDP only stores in parts."""
-    stored = {id(parameter) for module in filter(stores_shards, model.modules()) for parameter in module.parameters()}
+    stored = stored_in_shards(model)
     for parameter in model.parameters():
         shards = sum(placement.is_shard() for placement in getattr(parameter, "placements", ()))
         if shards > (id(parameter) in stored):
@@ -203,12 +208,7 @@ class Processes:
     def _missing(self, key: str, limit: timedelta) -> list[int]:
         """Tell the other ranks that this one came so far, and wait for them; the ranks that did not come."""
         self._store.set(f"{key}/{self.rank}", "")
-        keys = {rank: f"{key}/{rank}" for rank in self.ranks}
-        try:
-            self._store.wait(list(keys.values()), limit)
-        except RuntimeError:  # DistStoreError: the time is over
-            return [rank for rank, name in keys.items() if not self._store.check([name])]
-        return []
+        return _absent(self._store, key, self.ranks, limit)
 
 
 class Peers:
@@ -224,21 +224,23 @@ class Peers:
 
     def exchange(self, what: str, words: str) -> dict[int, str]:
         """{rank: words} of all ranks that take part; `absent` never began, and `slow` did not come so far."""
-        _, late = self._wait("here", BEGIN)
+        late = _absent(self._store, "here", self._ranks, BEGIN)
         self._ranks = tuple(rank for rank in self._ranks if rank not in late)
         self._store.set(f"{what}/{self.rank}", words)
-        keys, slow = self._wait(what, LIMIT)
+        slow = _absent(self._store, what, self._ranks, LIMIT)
         self._ranks = tuple(rank for rank in self._ranks if rank not in slow)  # they are waited for once
         self.absent, self.slow = (*self.absent, *late), (*self.slow, *slow)
-        return {rank: self._store.get(key).decode() for rank, key in keys.items() if rank not in slow}
+        return {rank: self._store.get(f"{what}/{rank}").decode() for rank in self._ranks}
 
-    def _wait(self, what: str, limit: timedelta) -> tuple[dict[int, str], list[int]]:
-        keys = {rank: f"{what}/{rank}" for rank in self._ranks}
-        try:
-            self._store.wait(list(keys.values()), limit)
-        except RuntimeError:  # DistStoreError: the time is over
-            return keys, [rank for rank, key in keys.items() if not self._store.check([key])]
-        return keys, []
+
+def _absent(store: Any, what: str, ranks: Sequence[int], limit: timedelta) -> list[int]:
+    """The ranks that set no key `what`/rank in time."""
+    keys = {rank: f"{what}/{rank}" for rank in ranks}
+    try:
+        store.wait(list(keys.values()), limit)
+    except RuntimeError:  # DistStoreError: the time is over
+        return [rank for rank, key in keys.items() if not store.check([key])]
+    return []
 
 
 class Communication(TorchDispatchMode):
@@ -252,6 +254,11 @@ class Communication(TorchDispatchMode):
         if "c10d" in func.namespace and not self.seen:
             self.seen = str(func)
         return func(*args, **(kwargs or {}))
+
+
+def by_rank(processes: Processes | None, call: Callable[[], T]) -> dict[int, T]:
+    """{rank: what the call gives there}; of rank 0 alone on one process."""
+    return {0: call()} if processes is None else dict(zip(processes.ranks, processes.run(call), strict=True))
 
 
 def on_every_rank(ranks: Sequence[int], what: str, call: Callable[[bool], T]) -> T:
