@@ -106,7 +106,7 @@ def trace(page):
     page.locator(".strip .token").first.click()
     page.wait_for_function("() => document.querySelector('.strip .token')?.ariaPressed === 'true'")
     assert page.locator(".view .numbers tbody").text_content() != rows
-    assert page.locator(".heat text.axis").all_text_contents() == ["token →", "← layer"]
+    assert page.locator(".heat text.axis").all_text_contents() == ["token →", "layer →"]
     assert {fills(page, "plus"), fills(page, "minus")} in (BLUE_AND_ORANGE, BLUE_AND_ORANGE_ON_DARK)
     heads = page.locator(".fired thead th")
     assert heads.all_text_contents()[1:4] == ["effect", "promotes here", "suppresses here"]
