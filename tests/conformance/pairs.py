@@ -9,7 +9,7 @@ import queue
 import socket
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -265,11 +265,22 @@ def _page(table: Mapping[Pair, Cell]) -> Iterator[str]:
                         ("none", "Does not apply")):  # fmt: skip
         chosen = [(pair, one) for pair, one in table.items() if one.code == code and one.reason]
         if chosen:
-            yield from ("", f"## {title}", "")
-            by_reason: dict[str, list[str]] = {}
+            yield from ("", f"## {title}", "", "| pairs | what happens |", "|---|---|")
+            by_reason: dict[str, list[Pair]] = {}
             for pair, one in chosen:
-                by_reason.setdefault(one.reason, []).append(" with ".join(pair))
-            yield from (f"- {', '.join(pairs)}: {markdown(reason)}" for reason, pairs in by_reason.items())
+                by_reason.setdefault(one.reason, []).append(pair)
+            yield from (f"| {_together(pairs)} | {markdown(reason)} |" for reason, pairs in by_reason.items())
+
+
+def _together(pairs: Sequence[Pair]) -> str:
+    """Pairs by their most frequent feature, named once: "beams with mask, bias; LoRA with monitor"."""
+    left, groups = list(pairs), []
+    while left:
+        most = max(FEATURES, key=lambda name: sum(name in pair for pair in left))
+        others = [(set(pair) - {most}).pop() for pair in left if most in pair]
+        groups.append(f"{most} with {', '.join(others)}")
+        left = [pair for pair in left if most not in pair]
+    return "; ".join(groups)
 
 
 def main(names: Iterable[str], resume: bool, tell: Callable[[str], object]) -> list[str]:
