@@ -199,13 +199,13 @@ def facts_edited(claims: Mapping[str, Claim]) -> Finding | None:
 
     changes, pays = share(plain, "fact").less(0.5), share(plain, "same subject").less(1.0)
     return Finding(
-        "Most facts can be changed in the entries, and what is said of their subjects pays",
+        "Most facts can be changed in the entries, and other facts about their subjects suffer",
         f"The feed-forward layers of SmolLM2-135M become entries, and {plain['count']} facts of "
-        f"{len(plain['relations']['fact'])} relations, none of which tuned the method, are edited one at a time: "
-        f"{shown(plain, 'fact')} change, {shown(plain, 'paraphrases understood')} of the paraphrases that the model "
-        f"understood follow, and {shown(plain, 'same relation')} of other facts of the relation stay. Of what the "
-        f"model said of the subject {shown(plain, 'same subject')} stays, {shown(free, 'same subject')} without the "
-        f"guard, and {shown(few, 'same subject')} if 64 entries of each layer may change.",
+        f"{len(plain['relations']['fact'])} relations are edited one at a time; none of them tuned the method. "
+        f"Of the facts {shown(plain, 'fact')} change. {shown(plain, 'paraphrases understood')} of the paraphrases that "
+        f"the model understood follow, and {shown(plain, 'same relation')} of other facts of the relation stay. Of "
+        f"what the model said of the subject {shown(plain, 'same subject')} stays, {shown(free, 'same subject')} "
+        f"without the guard, and {shown(few, 'same subject')} if 64 entries of each layer may change.",
         ("K20", "K12"),
         decide(changes, "above", 0.0).holds and decide(pays, "below", CLEAR).holds,
         "editing",
@@ -298,7 +298,7 @@ _SHOWN: Final = 10
 
 
 def findings(claims: Sequence[Claim]) -> list[Finding]:
-    """The first ten that the results bear out as they are now."""
+    """The first ten that the present results bear out."""
     by_number = {claim.number: claim for claim in claims}
     every = [finding(by_number) for finding in FINDINGS]
     return [one for one in every if one is not None and one.holds][:_SHOWN]

@@ -1,4 +1,4 @@
-"""What the caller of an audited model receives: which outputs were tested, and what is said of the others."""
+"""What the caller of an audited model receives: which outputs were tested, and notes on the others."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Norms:
-    """The norms of queries, or of keys: of what the weight reads, and of what it makes; None where there is none."""
+    """The norm before the weight of queries, or keys, and the norm after it; None for a norm that is absent."""
 
     before: Norm | None
     after: Norm | None
@@ -235,7 +235,7 @@ def _in_pass(layer: AttentionLayer, seen: NormPass, weights: Weights) -> Pair:
 
 
 def _keeps_lengths(rows: Selected, norm: ModuleCall | None, received: Tensor, seen: NormPass) -> bool:
-    """Whether heads are as long as they were made, up to one factor: a rotation keeps that, a norm does not."""
+    """Whether heads keep their lengths up to one factor: a rotation does, a norm does not."""
     made = made_by(rows, seen) if norm is None else norm.output
     if made is None or made.numel() != received.numel():
         return True  # of another pass, or of keys that were there before
@@ -283,7 +283,7 @@ def _before(rows: Selected, seen: NormPass) -> _Found:
         put = put or [(name, call) for name, call in seen.small if _alike(call.output, given)]
         norms = [(norm, call) for name, call in put if (norm := _held(name, call)) is not None]
         if put and (not norms or norms[-1][0].gain.numel() != given.shape[-1]):
-            raise NotFolded(f"{starred(put[-1][0])} makes what {starred(path)} reads, and is no norm that is known")
+            raise NotFolded(f"{starred(put[-1][0])} puts out what {starred(path)} reads, and its norm is not known")
         found.append(norms[-1] if norms else (None, None))
     if len({None if norm is None else norm.name for norm, _ in found}) != 1:
         raise NotFolded(f"{path} is called {len(found)} times, after several norms")
@@ -291,7 +291,7 @@ def _before(rows: Selected, seen: NormPass) -> _Found:
 
 
 def after(rows: Selected, seen: NormPass) -> _Found:
-    """The norm of what a weight makes, per head or of all heads together; None if there is none."""
+    """The norm after a weight, per head or of all heads together; None if it is absent."""
     made, columns = seen.made.get(source_of(rows)), made_by(rows, seen)
     if made is None or columns is None:
         return None, None

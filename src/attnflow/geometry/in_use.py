@@ -266,7 +266,7 @@ class KeyTerms:
             self.chance = float((self._inverse * laplacian).sum()) / free if free else 0.0
 
     def share(self, query: Tensor, key: Tensor) -> Tensor:
-        """What the keys explain of the variance within rows of query @ key.mT, [heads]; 0 where there is none."""
+        """What the keys explain of the variance within rows of query @ key.mT, [heads]; 0 without variance."""
         query, key = query.double(), (key - key.mean(1, keepdim=True)).double()
         if self._allow is None:
             by_key = key.shape[1] * (key @ query.mean(1)[..., None]).square().sum((1, 2))

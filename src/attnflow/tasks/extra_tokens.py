@@ -109,7 +109,7 @@ def _through_gists(gists: IntArray, count: int, size: int) -> IntervalRows:
 
 
 def _masks_apart(n: int, first: int) -> Mask:
-    """A causal mask of n positions, of which those from `first` on read no other from there."""
+    """A causal mask of n positions; those from `first` on do not read one another."""
     i = np.arange(n)
     after = i[first:]
     rows = IntervalRows.of(n, n, (i, 0, np.minimum(i + 1, first)), (after, after, after + 1))

@@ -1,4 +1,4 @@
-"""`decoder`: what a family writes, reads and caches in which pass, found by the order of its mask."""
+"""`decoder`: what a family writes, reads and caches in each pass, found by the order of its mask."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DecodingPass:
 
 @dataclass(frozen=True, repr=False)
 class Decoder(Result):
-    """The plan by which a family of tasks writes its data tokens, made by `decoder` and run by `generate`.
+    """How a family of tasks writes its data tokens, pass by pass; made by `decoder` and run by `generate`.
 
     Attributes:
         task: the merged task that is decoded. The ids of its data tokens mean nothing; a [MASK] keeps its id.
