@@ -9,9 +9,10 @@ from itertools import product
 import pytest
 import torch
 from matplotlib.colors import to_rgb
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from attnflow import report
-from attnflow.geometry.score import GeometrySurvey
+from attnflow.geometry.score import GeometrySurvey, score
 from attnflow.geometry.scores import full_scores
 from attnflow.geometry.table import GeometryScores, MatrixScores, chance_bands
 from attnflow.report import geometry as charts
@@ -40,6 +41,14 @@ def test_one_model():
     assert "1 matrix flagged “zero”." in shown.text
     assert "Found by its shapes." in shown.text
     assert f"{len(background())} published records" in shown.text
+
+
+def test_a_model_in_memory_is_not_called_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=17, **sizes)).save_pretrained("runs/step-10")
+    for place in ("./runs/step-10/", str(tmp_path / "runs" / "step-10")):
+        assert page(score(LlamaForCausalLM.from_pretrained(place))).title == "Geometry of step-10"
 
 
 def test_several_models_with_the_published_values_and_a_failure():

@@ -158,11 +158,11 @@ def _score(
             raise BadCheckpoint(f"{layer.name}: {error}") from error
         if progress is not None:
             progress(done, len(layers), layer.name)
-    # A short name or an id says more than the file or the cached copy that it led to.
-    name = source if isinstance(source, str) and not Path(source).expanduser().exists() else weights.name
+    name = weights.name if subject is None else subject.name
+    if isinstance(source, str) and not Path(source).expanduser().exists():
+        name = source  # a short name or an id says more than the file or the cached copy that it led to
     notes: list[str] = []
-    guessed = [layer for layer in layers if layer.discovered]
-    if guessed:
+    if guessed := [layer for layer in layers if layer.discovered]:
         kind = weights.config.get("model_type")
         what = (
             f"models of type {kind!r} are not in the registry" if kind else "the model does not say of which type it is"

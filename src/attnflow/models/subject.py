@@ -86,13 +86,13 @@ class Subject(Placement):
         """The name that the model was loaded by, without local folders, or its class."""
         inner = self.transformer
         name = str(getattr(getattr(inner, "config", None), "_name_or_path", "") or class_of(inner).__name__)
-        if not Path(name).is_absolute():
+        if not Path(name).is_absolute() and not Path(name).is_dir():
             return name
         for short, packaged in MODELS.items():
             place = packaged.find()
             if place is not None and Path(name) in (place, place.parent):  # a GGUF file is known by its folder
                 return short
-        return Path(name).name
+        return Path(name).resolve().name
 
     @property
     def config(self) -> Any:
