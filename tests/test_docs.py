@@ -149,15 +149,8 @@ def test_links_of_the_readme_lead_somewhere():
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--site-dir",
-        str(tmp_path),
-    ]  # --quiet would not count
+    # --quiet would not count warnings
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "ATTNFLOW_TUTORIALS": "source"}  # they ran above
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
