@@ -14,17 +14,8 @@ from attnflow._core.version import __version__
 
 ROOT = Path(__file__).parent.parent
 SHOWN = {".md", ".csv", ".json", ".jsonl", ".yaml", ".png"}
-SHEET = ROOT / "src" / "attnflow" / "report" / "assets" / "report.css"
 MATHJAX = re.compile(r"<script[^>]*mathjax[^>]*></script>")
 LINKED = re.compile(r"\]\(\.\./((?:tests|experiments)/[\w/]+\.py)")
-
-
-def drawings() -> str:
-    """The colours of drawings that tutorials hold, light and dark, from the style sheet of the library's reports."""
-    light, dark = SHEET.read_text().split("@media", 2)[:2]
-    rules = [line for line in SHEET.read_text().splitlines() if line.startswith((".af-", "g.af-"))]
-    own = ["".join(re.findall(r"--\w+: #\w+;", part)) for part in (light, dark)]
-    return "\n".join([f"body {{ {own[0]} }}", f'body[data-md-color-scheme="slate"] {{ {own[1]} }}', *rules])
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -45,7 +36,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         made = notebook(source) if os.environ.get("ATTNFLOW_TUTORIALS") == "source" else executed(source)
         for suffix, content in ((".md", markdown(made, source.stem)), (".ipynb", nbformat.writes(made))):
             files.append(File.generated(config, f"tutorials/{source.stem}{suffix}", content=content))
-    files.append(File.generated(config, "drawings.css", content=drawings()))
     shown = [
         p for p in (ROOT / "experiments").rglob("*") if p.suffix in SHOWN and "runs" not in p.relative_to(ROOT).parts
     ]

@@ -21,12 +21,15 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "docs" / "tutorials"
 CACHE = ROOT / ".cache" / "tutorials"
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
 FIRST = "%matplotlib inline"  # for readers who run the notebook: charts of the library are unknown to pyplot
 CHARTS = """
 from IPython import get_ipython
 from matplotlib.figure import Figure
 from attnflow.report.charts import svg_of
-get_ipython().display_formatter.formatters["image/svg+xml"].for_type(Figure, lambda chart: svg_of(chart, "a chart"))
+from attnflow.report.svg import standalone
+formatter = get_ipython().display_formatter.formatters["image/svg+xml"]
+formatter.for_type(Figure, lambda chart: standalone(svg_of(chart, "a chart")).markup)
 """  # for the site: charts without a background, with colours that the page's style sheet sets
 
 
@@ -77,6 +80,12 @@ def executed(source: Path) -> Any:
     made.cells[0] = nbformat.v4.new_code_cell(FIRST, id="cell-0")
     for cell in made.cells:
         cell.metadata.pop("execution", None)  # times of day
+        outputs = [
+            output for output in cell.get("outputs", ()) if output.get("name") != "stderr"
+        ]  # paths of this machine
+        for output in outputs:
+            output.update({"text": COLOURS.sub("", output.text)} if "text" in output else {})  # of a terminal
+        cell.update({"outputs": outputs} if "outputs" in cell else {})
     CACHE.mkdir(parents=True, exist_ok=True)
     for old in CACHE.glob(f"{source.stem}-*.ipynb"):
         old.unlink()
@@ -98,9 +107,9 @@ def markdown(made: Any, name: str) -> str:
 
 
 def shown(output: Any) -> str:
-    """One output of a cell: a picture, HTML or text; what a program writes to stderr is left out."""
+    """One output of a cell: a picture, HTML or text."""
     if output.output_type == "stream":
-        return block(output.text) if output.name == "stdout" else ""
+        return block(output.text)
     data = output.get("data", {})
     if "image/svg+xml" in data:
         drawing = re.sub(r">\s+<", "><", data["image/svg+xml"])
@@ -108,8 +117,7 @@ def shown(output: Any) -> str:
     if "image/png" in data:
         return f'<div class="picture"><img alt="" src="data:image/png;base64,{data["image/png"].strip()}"></div>'
     if "text/html" in data:
-        themed = data["text/html"].replace('<div style="background:#fff;color:#1c2024">', "<div>")
-        whole = re.sub(r"\n\s*\n", "\n", themed)
+        whole = re.sub(r"\n\s*\n", "\n", data["text/html"])
         return f'<div class="picture">{whole}</div>'
     return block(data["text/plain"]) if "text/plain" in data else ""
 

@@ -27,7 +27,7 @@ from transformers import MistralConfig, MistralForCausalLM, Trainer, TrainingArg
 
 import attnflow as af
 from attnflow.report.charts import svg_of
-from attnflow.report.svg import Svg
+from attnflow.report.svg import Svg, standalone
 
 FOLDER = Path(__file__).parent / "pictures"
 SUM = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="
@@ -217,31 +217,16 @@ def terminal() -> Any:
     return Svg(re.sub(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', r'\g<0> width="\1" height="\2"', drawing, count=1))
 
 
-BACKGROUND = re.compile(r"(?<=[{;])background:#\w+;?")  # of the whole drawing
+BACKGROUND = re.compile(r":root\.af-page\{background.*?\}")  # of the whole drawing
 PICTURES: tuple[Callable[[], Any], ...] = (
     mask, hasse, window, chains, growth, witness, gap, set_blocks, causal_blocks, canvas, ahead, gists, rollouts,
     tree, measured, audit, bias, plane, why, trace, flow, page, terminal,
 )  # fmt: skip
 
 
-def colours(markup: str) -> str:
-    """The rules of the report's style sheet that a chart uses, for light and for dark."""
-    sheet = (Path(af.__file__).parent / "report" / "assets" / "report.css").read_text()
-    light, dark = (re.findall(r"--(\w+): (#\w+);", part) for part in sheet.split("@media", 2)[:2])
-    named = re.findall(r"(\.af-(?:fill-\w+|stroke-\w+|pixels)) (\{.*?\})", sheet)
-    rules = [(name, rule) for name, rule in named if re.search(rf'class="[^"]*{name[1:]}[" ]', markup)]
-    names = {name for _, rule in rules for name in re.findall(r"var\(--(\w+)\)", rule)}
-    used = "".join(name + rule for name, rule in rules)
-    either = ["".join(f"--{name}:{value};" for name, value in part if name in names) for part in (light, dark)]
-    return f"svg{{{either[0]}}}@media (prefers-color-scheme:dark){{svg{{{either[1]}}}}}{used}"
-
-
 def encoded(picture: Any, what: str) -> str:
     """A drawing as a file, with colours for light and for dark pages, whose own background shows through."""
-    if isinstance(picture, Svg):
-        return BACKGROUND.sub("", picture.markup)
-    markup = svg_of(picture, what)
-    return markup.replace("<title>", f"<style>{colours(markup)}</style><title>", 1)
+    return BACKGROUND.sub("", (picture if isinstance(picture, Svg) else standalone(svg_of(picture, what))).markup)
 
 
 def main() -> None:

@@ -257,8 +257,9 @@ def test_reports_charts_and_the_studio_have_one_palette():
     assert all(len(shades) == 3 and shades[1] == shades[2] for shades in found[0])
     assert tuple(shades[0] for shades in found[0]) == (charts.POSITIVE, charts.NEGATIVE, HOT, found[0][3][0], CELL)
     alone = standalone('<svg class="af-svg"><title></title></svg>').markup
-    assert all(f'="{light}"]{{{side}:{dark}}}' in alone for light, dark, _ in (*found[0][:3], found[0][4])
-               for side in ("fill", "stroke"))  # fmt: skip
+    for (light, dark, _), name in zip((*found[0][:3], found[0][4]), ("s0", "s1", "hot", "cell"), strict=True):
+        assert len(re.findall(rf'"{light}"\]\{{\w+:var\(--af-{name},{light}\)', alone)) == 2
+        assert alone.count(f"--af-{name}:{dark}") == 2
 
 
 def test_what_only_one_mask_allows_differs_in_grey():

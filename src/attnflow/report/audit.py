@@ -12,7 +12,7 @@ from typing import Any, Final
 from attnflow._core.markup import grouped, percent, plural
 from attnflow.audit.report import AuditReport, ModuleResult, Violation
 from attnflow.report import charts, html
-from attnflow.report.charts import INK, Figure, blank, chart, literal
+from attnflow.report.charts import Figure, blank, chart, literal
 from attnflow.report.displays import describes, draws
 from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, code, tag
@@ -26,6 +26,7 @@ _LOOKS: Final = {  # colour, hatch for print and for readers who do not tell red
     "breaks": (HOT, "xxxx", "breaks the order"),
     "carries": ("#e8a9ac", "////", "carries a break on"),
 }
+_EDGE: Final = "#1c2024"  # on light cells, in the dark, too
 _ROWS: Final = 48  # runs of layers that a chart shows
 
 
@@ -144,7 +145,7 @@ def _heading(report: AuditReport) -> list[str]:
 
 def _look(status: str) -> dict[str, Any]:
     colour, hatch, _ = _LOOKS[status]
-    return {"facecolor": colour, "hatch": hatch, "edgecolor": INK, "linewidth": 0.4}
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": _EDGE, "linewidth": 0.4}
 
 
 def _in_layer(layer: int, module: str) -> re.Match[str] | None:

@@ -243,8 +243,7 @@ def notebook(result: object) -> str:
     if kind.figure is not None or not isinstance(result, Result):
         try:
             picture = figure(result)
-            shown = picture.markup if isinstance(picture, Svg) else svg_of(picture, title)
-            return f'<div style="background:#fff;color:#1c2024">{shown}</div>'
+            return (picture if isinstance(picture, Svg) else standalone(svg_of(picture, title)))._repr_html_()
         except (MissingExtra, ValueError):  # no matplotlib, or nothing to draw
             pass
     part = _part(kind)([result] if kind.together else result, Context())

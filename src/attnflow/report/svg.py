@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,15 +21,7 @@ if TYPE_CHECKING:
 Number = int | float
 MONO: Final = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace"
 CELL, HOT = "#2f6c94", "#b3263e"  # what is allowed; a leak or a path
-_DARK: Final = {CELL: "#6fb1dc", HOT: "#ff7b88", "#0072b2": "#56b4e9", "#c85200": "#f0873c"}  # as report.css has them
-_STYLE: Final = (
-    "<style>.af-page{color:#1c2024;background:#fff}@media (prefers-color-scheme:dark){"
-    ".af-page{color:#e8eaec;background:#14171a}.af-page .af-halo{stroke:#14171a}"
-    + "".join(
-        f'.af-page [{side}="{light}"]{{{side}:{dark}}}' for light, dark in _DARK.items() for side in ("fill", "stroke")
-    )
-    + "}</style>"
-)
+_STYLE: Final = re.sub(r"/\*.*?\*/|\n", "", (files("attnflow.report") / "assets" / "figure.css").read_text("utf-8"))
 _MARGIN: Final = 14.0
 
 
@@ -57,6 +50,10 @@ class Svg:
     def _repr_svg_(self) -> str:
         return self.markup
 
+    def _repr_html_(self) -> str:
+        """Part of a notebook's page, whose theme an image would not know."""
+        return f"<div>{self.markup}</div>"
+
     def __repr__(self) -> str:
         title = re.search(r"<title>(.*?)</title>", self.markup)
         return f"Svg({title[1] if title else ''}: {len(self.markup) / 1024:.0f} KiB)"
@@ -64,7 +61,7 @@ class Svg:
 
 def standalone(markup: str) -> Svg:
     on_page = re.sub(r'(class="af-svg[^"]*)"', r'\1 af-page"', markup, count=1)
-    return Svg(on_page.replace("<title>", f"{_STYLE}<title>", 1))
+    return Svg(on_page.replace("<title>", f"<style>{_STYLE}</style><title>", 1))
 
 
 def root(
