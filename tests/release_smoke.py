@@ -48,7 +48,15 @@ pathlib.Path("test_one.py").write_text(
 )
 sys.exit(subprocess.run([sys.executable, "-m", "pytest", "-q", "test_one.py"]).returncode)
 """,
-    "all": LIGHT,
+    "all": LIGHT
+    + """
+import importlib.metadata, os
+large = ("torch", "triton", "nvidia", "cuda")  # which build of PyTorch came is not ours to say
+parts = [part for part in importlib.metadata.distributions() if not part.name.startswith(large)]
+files = {file.locate() for part in parts for file in part.files or ()}
+size = sum(os.path.getsize(file) for file in files if os.path.exists(file))
+assert size < 1.1e9, f"{size / 1e9:.2f} GB beside PyTorch"
+""",
 }
 
 

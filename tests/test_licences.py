@@ -1,7 +1,9 @@
-"""Everything that an installation of attnflow brings along is under a permissive licence."""
+"""What an installation of attnflow brings along: all of it under permissive licences, and nothing large without use."""
 
 import importlib.metadata
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -25,10 +27,10 @@ def canonical(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def installed_dependencies():
-    """Names of all packages that attnflow with all its extras needs here, direct and transitive."""
+def brought(*requirements):
+    """Names of all packages that these need here, direct and transitive."""
     found: dict[str, set[str]] = {}
-    waiting = [Requirement("attnflow[all,dev]")]
+    waiting = [Requirement(text) for text in requirements]
     while waiting:
         requirement = waiting.pop()
         name = canonical(requirement.name)
@@ -43,6 +45,18 @@ def installed_dependencies():
     return sorted(found)
 
 
+def test_all_brings_no_tables_and_no_datasets():
+    """These would be a tenth of a gigabyte that attnflow never imports by itself."""
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    (every,) = extras["all"]
+    wanted = [text for extra in Requirement(every).extras for text in extras[extra]]
+    names = brought(*project["dependencies"], *wanted)
+    assert {"torch", "transformers", "lancedb", "pyarrow"} <= set(names)
+    assert not {"faiss-cpu", "datasets", "pandas", "trl"} & set(names)
+    assert {"datasets", "pandas"} <= set(brought(*extras["trl"])), "then all may have trl, too"
+
+
 def licence(name):
     """The licence expression, or else the classifiers, or else the first line of the licence field."""
     metadata = importlib.metadata.metadata(name)
@@ -51,7 +65,7 @@ def licence(name):
     return metadata.get("License-Expression") or " ".join(c.split("::")[-1] for c in classifiers) or first_line
 
 
-@pytest.mark.parametrize("name", installed_dependencies())
+@pytest.mark.parametrize("name", brought("attnflow[all,dev]"))
 def test_dependency_is_permissive(name):
     if name in REVIEWED or name.startswith(DRIVERS):
         return

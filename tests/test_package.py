@@ -18,6 +18,7 @@ from attnflow.masks.registry import named_masks
 ROOT = Path(__file__).parent.parent
 HEAVY = [
     *("transformers", "huggingface_hub", "accelerate", "matplotlib", "gguf", "pytest"),
+    *("lancedb", "pyarrow", "pandas", "datasets"),
     *("torch._dynamo", "torch._inductor"),
 ]
 ROOMS = [
@@ -152,7 +153,7 @@ def test_the_extras_have_a_purpose_each():
     extras = PROJECT["project"]["optional-dependencies"]
     wanted = {"hf", "knowledge", "report", "studio", "trl", "test"}
     assert set(extras) == wanted | {"all", "study", "dev"}
-    assert extras["all"] == ["attnflow[hf,knowledge,report,studio,trl,test]"]
+    assert extras["all"] == ["attnflow[hf,knowledge,report,studio,test]"]
     smoke = runpy.run_path(str(ROOT / "tests" / "release_smoke.py"))["SMOKE"]
     assert set(smoke) == wanted | {"light", "all"}
 

