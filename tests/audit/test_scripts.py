@@ -1,7 +1,8 @@
-"""What a user names as SCRIPT.py:function: on the command line, in pytest and in the reusable workflow."""
+"""What a user names as SCRIPT.py:function: on the command line, in pytest and in the workflow of the guide."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -158,7 +159,7 @@ def run(command, folder, **environment):
 
 
 @pytest.mark.slow
-def test_pytest_and_the_workflow(script, tmp_path):
+def test_pytest(script, tmp_path):
     (tmp_path / "test_own.py").write_text("def test_own(): pass\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "attnflow.testing.plugin", "-p", "no:cacheprovider"]
     names = ("score", "leaky", "with_inputs", "leaks_in_order", "leaves")
@@ -168,10 +169,40 @@ def test_pytest_and_the_workflow(script, tmp_path):
     assert "position 1 is" in done.stdout
     (tmp_path / "pytest.ini").write_text("[pytest]\nattnflow =\n    train.py:model\n")
     assert "1 failed, 1 passed" in run(command, tmp_path).stdout, "a model has no order of its own"
-    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "audit.yml").read_text())
-    audit = flow["jobs"]["audit"]["steps"][-1]["run"].replace("attnflow audit", f"{sys.executable} -m attnflow audit")
-    summary = tmp_path / "summary"
-    for names, code in (("train.py:score", 0), ("train.py:leaky train.py:score", 1)):
-        said = run(["bash", "-eo", "pipefail", "-c", audit], tmp_path, NAMES=names, GITHUB_STEP_SUMMARY=str(summary))
-        assert said.returncode == code, said.stderr
-        assert "clean" in summary.read_text()
+
+
+GUIDE = (ROOT / "docs" / "guides" / "audit.md").read_text()
+WORKFLOW = yaml.safe_load(re.findall(r"```yaml\n(# \.github/.*?)```", GUIDE, re.DOTALL)[0])["jobs"]["audit"]
+STEPS = [step["run"] for step in WORKFLOW["steps"] if "run" in step]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="installs from a clone, and this is none")
+def test_the_workflow_of_the_guide_runs_as_written(script, tmp_path):
+    """With this clone as its address; packages that attnflow needs are those that are installed here."""
+    (tmp_path / "requirements.txt").write_text("")
+    (own := tmp_path / "bin").mkdir()
+    for name, words in (("python", '"$@"'), ("attnflow", '-m attnflow "$@"')):
+        (own / name).write_text(f"#!/bin/sh\nexec {sys.executable} {words}\n")
+        (own / name).chmod(0o755)
+    site = str(tmp_path / "site")
+    path = {
+        "PATH": f"{own}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": site,
+        "PIP_TARGET": site,
+        "PIP_NO_DEPS": "1",
+    }
+    path |= {
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "",
+        "PYTEST_ADDOPTS": "-p no:cacheprovider",
+    }
+    install, *audits = STEPS
+    assert "ATTNFLOW: is not set" in run(["bash", "-e", "-c", install], tmp_path, **path, ATTNFLOW="").stderr
+    done = run(["bash", "-e", "-c", install], tmp_path, **path, ATTNFLOW=f"file://{ROOT}")
+    assert done.returncode == 0, done.stderr
+    where = run(["python", "-c", "import attnflow; print(attnflow.__file__)"], tmp_path, **path).stdout
+    assert Path(where.strip()).is_relative_to(site)
+    for name, code in (("score", 0), ("leaky", 1)):
+        steps = [step.replace("train.py:score", f"train.py:{name}") for step in audits]
+        assert [run(["bash", "-e", "-c", step], tmp_path, **path).returncode for step in steps] == [code] * 2
