@@ -41,9 +41,10 @@ def test_importing_attnflow_imports_nothing_heavy():
     assert python(code).strip() == "[]"
 
 
-def test_drawing_masks_waits_for_no_compiler_and_no_models():
+def test_drawing_masks_waits_for_no_compiler_no_models_and_no_graphs():
     """The process of each page of the studio, and the commands about masks, begin with these."""
-    code = "import sys, attnflow.report.live.session; print({'torch._dynamo', 'transformers'} & set(sys.modules))"
+    late = {"torch._dynamo", "transformers", "networkx"}
+    code = f"import sys, attnflow.report.live.session; print({late!r} & set(sys.modules))"
     assert python(code).strip() == "set()"
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-import networkx
-
 Point = tuple[float, float]
 
 _SWEEPS: Final = 24
@@ -108,10 +106,14 @@ def shelved(
 ) -> LayeredPlacement:
     """Places boxes as `place` does; if that is wider than `width`, the connected parts stand on several shelves."""
     whole = place(sizes, levels, edges, row_gap)
+    if whole.width <= width:
+        return whole
+    import networkx  # a tenth of the time in which `attnflow mask show` answers, and few drawings come here
+
     graph = networkx.Graph(edges)
     graph.add_nodes_from(range(len(sizes)))
     parts = sorted(map(sorted, networkx.connected_components(graph)))
-    if whole.width <= width or len(parts) == 1:
+    if len(parts) == 1:
         return whole
     centres, routes = [(0.0, 0.0)] * len(sizes), [list[Point]()] * len(edges)
     shelves: list[list[tuple[list[int], list[int], LayeredPlacement]]] = [[]]
