@@ -59,7 +59,7 @@ ROOM ?=
 TESTED := $(if $(ROOM),tests/$(ROOM:_core=core) src/attnflow/$(ROOM),tests src/attnflow)
 QUICK := $(TESTED) --doctest-modules --doctest-ignore-import-errors -m "not slow and not compiled" -n $(WORKERS) --dist worksteal
 
-unit: $(ENV)  ## tests and doctests, without the slow ones
+unit: $(ENV)  ## tests and doctests, without the slow ones (PYTHON=python3.13 VENV=.venv-3.13: on another Python)
 	$(call say,tests)
 	OMP_NUM_THREADS=1 $(PYTEST) $(QUICK)
 
@@ -146,7 +146,7 @@ format: $(ENV)  ## rewrite the sources in the project's format
 	$(PY) -m ruff check --fix .
 
 clean:  ## remove everything that was built here, the virtual environment too
-	rm -rf $(VENV) $(VENV)-release $(VENV)-floors $(VENV)-newest site dist build out .pytest_cache .ruff_cache .hypothesis .cache
+	rm -rf $(VENV) $(VENV)-* site dist build out .pytest_cache .ruff_cache .hypothesis .cache
 	find src tests examples experiments benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 env: $(ENV)  ## only install

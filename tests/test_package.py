@@ -150,6 +150,12 @@ def test_the_address_stands_in_both_lines_or_in_none():
     assert PROJECT["project"]["urls"].get("Source", "") == named
 
 
+def test_no_file_that_runs_has_a_placeholder_for_an_owner():
+    runs = [*(ROOT / ".github").rglob("*.yml"), *(ROOT / "examples").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    runs += [ROOT / name for name in ("pyproject.toml", "Makefile", "mkdocs.yml", "README.md", ".ci/run")]
+    assert [str(file) for file in runs if re.search(r"\bOWNER\b", file.read_text())] == []
+
+
 def test_the_extras_have_a_purpose_each():
     extras = PROJECT["project"]["optional-dependencies"]
     wanted = {"hf", "knowledge", "report", "studio", "trl", "test"}
