@@ -264,7 +264,7 @@ strongest = max(
 lost, entry = strongest
 opened = af.knowledge.from_ffn(loaded)
 base = opened.knowledge
-number = int(base.ids[base.rows(entry.layer).start + entry.entry])
+number = int(base.ids[base.rows(entry.layer).start + entry.neuron])
 assert base.layer_of([number]) == [entry.layer]
 
 
@@ -308,7 +308,7 @@ assert abs((whole - edited) - lost) < 0.2
 
 # %%
 chosen = [
-    int(base.ids[base.rows(one.layer).start + one.entry]) for one in entries
+    int(base.ids[base.rows(one.layer).start + one.neuron]) for one in entries
 ]
 chosen = sorted(set(chosen))
 generator = torch.Generator().manual_seed(0)

@@ -151,7 +151,7 @@ def direct_entries(converted: Loaded, prompt: Prompt, entries: Sequence[Source],
     for layer in traced:
         effects = cast(Tensor, layer.direct_effects)[0].tolist()
         table |= {(last, layer.block, n): e for n, e in zip(layer.neurons[0].tolist(), effects, strict=True)}
-    return [table.get((entry.position, entry.layer, entry.entry), 0.0) for entry in entries]
+    return [table.get((entry.position, entry.layer, entry.neuron), 0.0) for entry in entries]
 
 
 def direct_edges(loaded: Loaded, converted: Loaded, prompt: Prompt, edges: Sequence[Edge]) -> list[float]:

@@ -171,7 +171,7 @@ def test_every_amount_is_what_a_hand_written_model_says(family):
         zeroed[source.position] = 0
         assert source.carried == pytest.approx(whole - value(HandWritten(model, family, **held), zeroed), abs=1e-11)
     for source in [*found.entries[:6], *found.entries[-3:]]:
-        part = {"entry": (source.layer, source.position, source.entry)}
+        part = {"entry": (source.layer, source.position, source.neuron)}
         assert source.carried == pytest.approx(whole - without(0.0, **part), abs=1e-11)
         assert source.effect == pytest.approx(slope(**part), abs=1e-7)
     for edge in [*found.edges[:8], *found.edges[-3:]]:
@@ -185,7 +185,7 @@ def test_every_amount_is_what_a_hand_written_model_says(family):
         lost = reading.remove(removed)
     for item, amount in zip(removed, lost.alone, strict=True):
         kind = "edge" if item in found.edges else "entry"
-        place = (item.head, item.query, item.key) if kind == "edge" else (item.position, item.entry)
+        place = (item.head, item.query, item.key) if kind == "edge" else (item.position, item.neuron)
         changed = HandWritten(model, family, **{kind: (item.layer, *place, 0.0)})
         assert amount == pytest.approx(whole - value(changed), abs=1e-10)
 
@@ -306,7 +306,7 @@ def test_why_an_edge_and_what_made_an_entry_fire():
         seen = {}
         model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda _, __, out: seen.update(score=out))
         model(IDS)
-        score = float(seen["score"][0, entry.position, entry.entry].detach())
+        score = float(seen["score"][0, entry.position, entry.neuron].detach())
         assert fired.value == pytest.approx(score, rel=1e-5)
         assert sum(source.carried for source in fired.sources) == pytest.approx(fired.value, rel=1e-9)
         graph = reading.graph(nodes=12)

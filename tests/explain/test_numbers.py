@@ -27,7 +27,7 @@ def assert_numbers_agree(model, letter):
     for source in seen:
         weight, neuron, _, _ = traced[source.name, source.position]
         assert weight == pytest.approx(source.activation, **CLOSE)
-        assert neuron == source.entry
+        assert neuron == source.neuron
     for source in seen[:3]:
         _, _, id, head = traced[source.name, source.position]
         by_name = af.knowledge.entry(model, source.name)
@@ -65,10 +65,10 @@ def test_entries_of_a_store_are_numbered_beside_the_neurons(heads):
             assert_numbers_agree(model, "S")
             found = af.explain.answer(model, IDS, 17, 19).entries
     facts = [source for source in found if source.letter == "S"]
-    assert len({source.entry for source in facts}) > 1
-    assert {source.entry % 401 for source in facts} <= set(ids)
-    assert max(source.entry for source in facts) // 401 == heads - 1
-    assert all(source.text == f"fact {source.entry % 401}" for source in facts)
+    assert len({source.neuron for source in facts}) > 1
+    assert {source.neuron % 401 for source in facts} <= set(ids)
+    assert max(source.neuron for source in facts) // 401 == heads - 1
+    assert all(source.text == f"fact {source.neuron % 401}" for source in facts)
     first = min(source.layer for source in facts)
     for source in found:  # before the first reader nothing changed, and behind it no name
         if source.letter == "N":

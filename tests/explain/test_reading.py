@@ -144,7 +144,7 @@ def test_an_entry_promotes_what_its_value_raises_behind_the_final_norm(family):
                 parameter.add_(1.0)  # a mean, which a centred norm takes away
         entry = af.explain.answer(model, IDS, 7, 9).entries[0]
         layer = (model.model.layers if family == "Llama" else model.transformer.h)[entry.layer].mlp
-        value = layer.down_proj.weight[:, entry.entry] if family == "Llama" else layer.c_proj.weight[entry.entry]
+        value = layer.down_proj.weight[:, entry.neuron] if family == "Llama" else layer.c_proj.weight[entry.neuron]
         value = value * torch.tensor(entry.activation).sign()
         table = model.get_output_embeddings().weight
         plain = (table @ (norm.weight * value)).topk(3).indices.tolist()
@@ -181,7 +181,7 @@ def test_what_is_taken_out_is_of_one_run_of_a_layer_that_runs_twice():
             run["ffn"] += 1
             changed = args[0].clone()
             if run["ffn"] == item.layer:
-                changed[0, item.position, item.entry] = 0
+                changed[0, item.position, item.neuron] = 0
             return (changed,)
 
         def head(_, args, item=item, run=run, values=values):

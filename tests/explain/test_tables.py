@@ -37,14 +37,14 @@ def test_rows_of_a_table_are_entries_by_their_token(name):
     slopes = torch.autograd.grad(value, [seen["out", n] for n in range(len(text.layers))])
     result = af.explain.answer(model, IDS, answer)
     rows = [source for source in result.entries if source.letter == "T"]
-    places = {(s.position, s.entry) for s in rows}  # beside the neurons of a Gemma 3n, the weakest are summed
+    places = {(s.position, s.neuron) for s in rows}  # beside the neurons of a Gemma 3n, the weakest are summed
     assert places == ({(4, 44)} if name == "Gemma3n" else set(enumerate(IDS[0].tolist())))
-    assert all(s.text == str(s.entry) for s in rows)
+    assert all(s.text == str(s.neuron) for s in rows)
     for source in rows:
         at, number = source.position, source.layer
-        assert source.name == f"L{number}T{source.entry}"
+        assert source.name == f"L{number}T{source.neuron}"
         assert source.activation == 1
-        table = text.embed_tokens_per_layer.weight[source.entry].view(-1, width)[number] * width**0.5 / 2**0.5
+        table = text.embed_tokens_per_layer.weight[source.neuron].view(-1, width)[number] * width**0.5 / 2**0.5
         weights = text.layers[number].act_fn(seen["gate", number][at]) * table
         vector = text.layers[number].per_layer_projection.weight @ weights
         want = (vector * slopes[number][0, at]).sum().detach()

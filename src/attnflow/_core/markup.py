@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 # Control characters are illegal in XML, and a bidirectional override would reorder the text around it.
@@ -24,6 +24,34 @@ def escape(text: object) -> str:
 def shorten(text: object, limit: int) -> str:
     shown = visible(text)
     return shown if len(shown) <= limit else shown[: max(limit - 1, 0)].rstrip() + "…"
+
+
+# What the letters of an entry's name stand for.
+KINDS: Final = {"N": "neuron", "F": "feature", "S": "store entry", "T": "table row", "P": "table column"}
+_LETTERS: Final = {"head": "H", **{kind: letter for letter, kind in KINDS.items()}}
+
+
+def part_name(layer: int, what: str, number: int | None = None, half: str = "", *, brief: bool = False) -> str:
+    """Name a part of a layer, everywhere alike; `brief` is for tables, figures, and names that are typed.
+
+    >>> part_name(23, "attention"), part_name(23, "head", 4), part_name(24, "neuron", 1005, "encoder")
+    ('layer 23 attention', 'layer 23 head 4', 'encoder layer 24 neuron 1005')
+    >>> [part_name(23, *part, brief=True) for part in (("attention",), ("head", 4), ("neuron", 1005))]
+    ['L23 attention', 'L23H4', 'L23N1005']
+    """
+    if brief:
+        return f"{half} L{layer}{f' {what}' if number is None else f'{_LETTERS[what]}{number}'}".strip()
+    return f"{half} layer {layer} {what}{'' if number is None else f' {number}'}".strip()
+
+
+def kinds_of(letters: Iterable[str]) -> str:
+    """Head a column of numbers of entries: "neuron", or "neuron or feature" of several kinds."""
+    return " or ".join(dict.fromkeys(KINDS[letter] for letter in letters)) or KINDS["N"]
+
+
+def token_place(token: str, position: int) -> str:
+    """Name a token and its position: "Mary (1)"."""
+    return f"{token_label(token)} ({position})"
 
 
 def token_label(token: str, limit: int = 12) -> str:

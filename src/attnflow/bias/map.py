@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnflow._core import checks
-from attnflow._core.markup import percent, plural, token_label, visible
+from attnflow._core.markup import part_name, percent, plural, token_label, visible
 from attnflow._core.results import Result
 from attnflow.bias.graph import BiasEdge, BiasGraph
 
@@ -113,7 +113,7 @@ class QueryBias(Result):
     def __str__(self) -> str:
         name = token_label(self.tokens[self.query]) + (f" → {token_label(self.produced)}" if self.produced else "")
         head = "" if self.head is None else f", head {self.head}"
-        lines = [f"query {name} at position {self.query}{head}", ""]
+        lines = [f"query {name} ({self.query}){head}", ""]
         lines.append(f"{'layer':<6}{'strength':>9}{'moved':>8}  attends more to / less to")
         for one in self.layers:
             keys = {key: bias for key, bias in enumerate(one.bias) if bias}
@@ -293,7 +293,8 @@ class BiasMap(Result):
         which = [] if top_k is None else [f"the {many} of each query"]
         which += [] if threshold is None else [f"a bias of at least {threshold:g}"]
         where = "mean over layers" if layer is None else f"layer {layer}"
-        where += "" if head is None else f", head {head}"
+        if head is not None:
+            where = f"{where}, head {head}" if layer is None else part_name(layer, "head", head)
         return BiasGraph(self.tokens, edges, f"{where}; {', '.join(which)}")
 
     def rows(self) -> Sequence[Mapping[str, object]]:

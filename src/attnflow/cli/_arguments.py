@@ -39,6 +39,10 @@ MaskLength = Annotated[int | None, option("--n N>=0", "Number of tokens of the m
 Settings = Annotated[list[str] | None, option("--set NAME=VALUE", "Set a parameter, as in window=4 (repeatable).")]
 OutputOption = Annotated[Path | None, option("--output -o FILE", "Also write to FILE.")]
 FigureOption = Annotated[Path | None, option("--output -o FILE", "Also write .svg, .png, .html, .csv or .json.")]
+Answer = Annotated[str | None, option("--answer TOKEN", "Explain this token (default: the most likely).")]
+Against = Annotated[
+    list[str] | None, option("--against TOKEN", "Compare with this token (repeatable; default: all tokens).")
+]
 Text = Annotated[str | None, argument("TEXT", 'The text to read; "-" reads stdin.')]
 Ids = Annotated[str | None, option("--ids LIST", "Token ids in place of TEXT, such as 5,6,7.")]
 
@@ -111,6 +115,14 @@ def integers(text: str, option: str) -> list[int]:
         return [int(item) for item in text.strip().removeprefix("[").removesuffix("]").split(",")]
     except ValueError:
         raise BadUsage(f"{option} must be integers separated by commas, such as {option} 0,2,5, got {text}") from None
+
+
+def token(word: str, ids: str | None, option: str) -> str | int:
+    """One token, as text, or by its number where the text is given as --ids."""
+    numbers = [word] if ids is None else integers(word, option)
+    if len(numbers) > 1:
+        raise BadUsage(f"{option} takes one token, got {len(numbers)}: {word}")
+    return numbers[0]
 
 
 def text_or_ids(text: str | None, ids: str | None) -> str | list[int]:

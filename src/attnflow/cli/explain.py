@@ -8,8 +8,8 @@ from typing import Annotated, Final
 
 import typer
 
-from attnflow.cli._arguments import Ids, Text, argument, integers, load, option, require, text_or_ids
-from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, say, show, working, write
+from attnflow.cli._arguments import Against, Answer, Ids, Text, argument, load, option, require, text_or_ids, token
+from attnflow.cli._output import JsonFlag, console, output_path, say, show, working, write
 
 EXAMPLE: Final = (
     'attnflow explain smollm2-135m "When Mary and John went to the store, John gave a drink to" '
@@ -22,10 +22,8 @@ def explain(
     model: Annotated[str, argument("MODEL", "A short name, a folder, a GGUF file or a hub id.")],
     text: Text = None,
     ids: Ids = None,
-    answer: Annotated[str | None, option("--answer TOKEN", "Explain this token (default: the most likely).")] = None,
-    against: Annotated[
-        list[str] | None, option("--against TOKEN", "Compare with this token (repeatable; default: all tokens).")
-    ] = None,
+    answer: Answer = None,
+    against: Against = None,
     position: Annotated[int | None, option("--position N", "The token that answers (default: the last).")] = None,
     output: Annotated[Path | None, option("--output -o FILE", "Also write .html, .svg, .csv or .json.")] = None,
     json_output: JsonFlag = False,
@@ -44,18 +42,12 @@ def explain(
 
         loaded = load(model, tokenizer=ids is None, without="give token ids: --ids 5,6,7")
 
-        def token(word: str, name: str) -> str | int:
-            numbers = [word] if ids is None else integers(word, name)
-            if len(numbers) > 1:
-                raise BadUsage(f"{name} takes one token, got {len(numbers)}: {word}")
-            return numbers[0]
-
         spinner.stage("one forward and two backward passes")
         result = attnflow.explain.answer(
             loaded,
             read,
-            None if answer is None else token(answer, "--answer"),
-            [token(word, "--against") for word in against] if against else None,
+            None if answer is None else token(answer, ids, "--answer"),
+            [token(word, ids, "--against") for word in against] if against else None,
             position,
             measure=_MEASURED,
             progress=spinner,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 from typer.core import TyperGroup
 
-from attnflow._core.markup import aligned, plural, token_label
+from attnflow._core.markup import aligned, part_name, plural, token_label
 from attnflow.cli import _arguments as arguments
 from attnflow.cli._arguments import FIGURES, FigureOption, Ids, Text, argument, option
 from attnflow.cli._output import BadUsage, JsonFlag, complain, console, output_path, say, show, working, write
@@ -161,7 +161,7 @@ def geometry_why(
                 build([attribution_part(found, Context(), key=key, raw=raw)], None, {}, {}).save(target)
             else:
                 write(found, target, key=key, raw=raw, count=count)
-    title = f"{model}, L{layer}H{row.head}{_chosen(found, row) if head is None else ''}"
+    title = f"{model}, {part_name(found.layer, 'head', row.head)}{_chosen(found, row) if head is None else ''}"
     show(found, json_output, _explained(found, row, count), title=title, written=output)
 
 
@@ -209,11 +209,11 @@ def _terms(found: ScoreAttribution, row: HeadRow, count: int) -> list[str]:
     best = leading(found, row, count)
     sums = [plural(best.count, "other term"), "sum: its score" + (", less the row's mean" if row.centred else "")]
     values = numbers([*best.values, best.others, best.total], signed=True)
-    rows = [[number, name] for number, name in zip(values, [*best.names, *sums], strict=True)]
+    rows = [[number, name] for number, name in zip(values, [*best.names(), *sums], strict=True)]
     if not best.count:
         del rows[-2]
     head = ["logits", "written at the query × written at the key" + (", centred over the row" if row.centred else "")]
-    return [aligned([head, *rows], left=[1]), "A number after attention or feed-forward is that of its layer.", ""]
+    return [aligned([head, *rows], left=[1]), ""]
 
 
 def _overview(models: Sequence[GeometryScores]) -> str:

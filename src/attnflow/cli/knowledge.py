@@ -12,7 +12,7 @@ import typer
 
 from attnflow._core.markup import plural
 from attnflow.cli import _arguments as arguments
-from attnflow.cli._arguments import FIGURES, FigureOption, Ids, argument, load, option, require
+from attnflow.cli._arguments import FIGURES, Against, Answer, FigureOption, Ids, argument, load, option, require
 from attnflow.cli._output import BadUsage, JsonFlag, complain, output_path, print_json, show, working, write
 
 if TYPE_CHECKING:
@@ -183,10 +183,10 @@ def knowledge_trace(
     model: Annotated[str, argument("MODEL", "Any model; its feed-forward layers are read as entries.")],
     texts: Annotated[list[str] | None, argument("[TEXT]...", 'The texts to read; "-" reads stdin.')] = None,
     ids: Ids = None,
+    answer: Answer = None,
+    against: Against = None,
+    position: Annotated[int, option("--position N", "The token that answers (default: the last).")] = -1,
     layer: Annotated[int | None, option("--layer N>=0", "One layer (default: all).")] = None,
-    position: Annotated[int, option("--position N", "Position of the token to explain (-1: the last).")] = -1,
-    target: Annotated[str | None, option("--target TOKEN", "Token to explain (default: the predicted one).")] = None,
-    top: Annotated[int | None, option("--top N>=1", "Entries kept per token and layer (default: at least 16).")] = None,
     count: Annotated[int, option("--count N>=1", "Entries to list.")] = 12,
     ablate: Annotated[int, option("--ablate N>=0", "Leading entries to take out of the model, one by one.")] = 0,
     output: FigureOption = None,
@@ -211,21 +211,18 @@ def knowledge_trace(
     longest = min(len(one.encode()) + 8 if isinstance(one, str) else len(one) for one in prompts)  # with special tokens
     if not -longest <= position < longest:
         raise BadUsage(f"--position {position} lies outside {'a text' if ids is None else '--ids'}")
-    if not json_output and path is None and top is not None and top < count:
-        raise BadUsage(f"--count {count} lists more than the --top {top} entries that are kept for each layer")
-    wanted = max(16, count, ablate) if top is None else top
-    if ablate > wanted:
-        raise BadUsage(f"--ablate {ablate} takes out more than the --top {top} entries that are kept for each layer")
     with working(f"loading {model}") as spinner:
-        targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
+        wanted = None if answer is None else arguments.token(answer, ids, "--answer")
+        others = [arguments.token(word, ids, "--against") for word in against] if against else None
         loaded = load(model, ids is None, "give token ids, as in --ids 5,6,7")
         if patches or not reads_entries(loaded.model):
             spinner.stage("converting its feed-forward layers")
             loaded = loaded._replace(model=_converted(loaded, patches))
         spinner.stage("tracing")
         # What is printed is about one token; an ablation runs the model for each position.
-        places = position if ablate or not (json_output or path or target) else None
-        found = [trace(loaded, one, top=wanted, targets=targets, positions=places, ablate=ablate) for one in prompts]
+        places = position if ablate or not (json_output or path or answer) else None
+        kept = max(16, count, ablate)
+        found = [trace(loaded, one, wanted, others, places, top=kept, ablate=ablate) for one in prompts]
         results = [replace(one, model=_label(model, patches)) for one in found]
         lines = [f"{one.summary(position)}\n\n{one.table(position, layer, min(count, one.top))}" for one in results]
         if path is not None:

@@ -194,7 +194,7 @@ class Amounts:
             for source in sources:
                 here = written.layer, self.held.halves[written.prefix], writer.letter
                 if source.kind == "entry" and here == (source.layer, source.half, source.letter):
-                    columns = (chunk.entries + writer.offset == source.entry).nonzero().flatten()
+                    columns = (chunk.entries + writer.offset == source.neuron).nonzero().flatten()
                     rows = (chunk.positions == source.position).nonzero().flatten()
                     if len(columns) and len(rows):
                         row, column = int(rows[0]), int(columns[0])

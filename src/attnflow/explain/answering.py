@@ -273,7 +273,7 @@ class AnswerReading(Handle):
             encoder_texts=() if source.half else asking.texts(held, self._inputs, "encoder"),
             position=source.position,
             answer=source.name,
-            answer_id=cast(int, source.entry),
+            answer_id=cast(int, source.neuron),
             against=(),
             probability=float("nan"),
             reach=(),

@@ -209,10 +209,10 @@ class Entries:
         for written in held.written:
             writer, here = self.writers.get(written.path), (held.halves[written.prefix], written.layer)
             if writer and (*here, writer.letter) == (source.half, source.layer, source.letter):
-                if None in (source.entry, source.position):
+                if None in (source.neuron, source.position):
                     break
                 stream = next(a.hidden for a in held.arrivals if a.prefix == written.prefix)
-                number, at = cast(int, source.entry) - writer.offset, cast(int, source.position)
+                number, at = cast(int, source.neuron) - writer.offset, cast(int, source.position)
                 if 0 <= number < writer.num_entries and 0 <= at < stream.shape[-2]:
                     return written
         raise ValueError(f"expected an entry of this pass, got {source.name} at position {source.position}")
@@ -221,7 +221,7 @@ class Entries:
         """The score of an entry at its token, before the activation, in the graph of the pass, without its bias."""
         written = self.find(source, held)
         writer = self.writers[written.path]
-        entry, at = cast(int, source.entry) - writer.offset, cast(int, source.position)
+        entry, at = cast(int, source.neuron) - writer.offset, cast(int, source.position)
         if isinstance(writer.site, PackedExperts):
             call = written.call
             form, (expert, neuron) = writer.site, divmod(entry, writer.site.neurons)

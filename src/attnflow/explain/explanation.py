@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnflow._core.markup import percent, plural, shorten, token_label
+from attnflow._core.markup import KINDS, part_name, percent, plural, shorten, token_label, token_place
 from attnflow._core.results import Result
 
 SourceKind = Literal["token", "entry", "other entries", "error", "skip", "projection", "sublayer", "constant"]
@@ -51,7 +51,7 @@ class Edge:
     @property
     def name(self) -> str:
         """The head as the field writes it, such as "L23H4"."""
-        return f"{self.half} L{self.layer}H{self.head}".strip()
+        return part_name(self.layer, "head", self.head, self.half, brief=True)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Source:
         layer: number of the layer that wrote it; None for tokens and for all constants together.
         position: of the token at which it was written; None for sums over tokens.
         half: "encoder" for what an encoder wrote, else "".
-        entry: number of the entry within its layer; None for the others.
+        neuron: number of the entry within its layer, as in `name`; None for the others.
         carried: its exact share of the value; those of all sources sum to it.
         effect: first-order estimate of what the value would lose without it.
         activation: the entry's weight in this pass.
@@ -79,7 +79,7 @@ class Source:
     layer: int | None
     position: int | None
     half: str
-    entry: int | None
+    neuron: int | None
     carried: float
     effect: float
     activation: float | None = None
@@ -91,10 +91,13 @@ class Source:
     @property
     def name(self) -> str:
         """An entry as the field writes it, such as "L24N1005"; else what the source is."""
-        if self.entry is not None:
-            return f"{self.half} L{self.layer}{self.letter}{self.entry}".strip()
-        where = "" if self.layer is None else f"layer {self.layer} "
-        return f"{self.half} {where}{self.kind}".strip()
+        if self.neuron is not None:
+            return part_name(cast(int, self.layer), KINDS[self.letter], self.neuron, self.half, brief=True)
+        return (
+            f"{self.half} {self.kind}".strip()
+            if self.layer is None
+            else part_name(self.layer, self.kind, half=self.half)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,7 +232,8 @@ class Explanation(Result):
 
         sources = [
             {
-                "what": source.name, "token": text(source), "position": source.position, "from": None,
+                "name": source.name, "layer": source.layer, "head": None, "neuron": source.neuron,
+                "token": text(source), "position": source.position, "key": None,
                 "weight": source.activation, "carried": source.carried, "effect": source.effect,
                 "removed": source.removed, "promotes": " | ".join(source.promotes),
             }
@@ -237,7 +241,8 @@ class Explanation(Result):
         ]  # fmt: skip
         edges = [
             {
-                "what": edge.name, "token": self.ends(edge)[1], "position": edge.query, "from": edge.key,
+                "name": edge.name, "layer": edge.layer, "head": edge.head, "neuron": None,
+                "token": self.ends(edge)[1], "position": edge.query, "key": edge.key,
                 "weight": edge.weight, "carried": edge.carried, "effect": edge.effect, "removed": edge.removed,
                 "promotes": "",
             }
@@ -264,13 +269,17 @@ class Explanation(Result):
             + removed * self._measured
         )
         for edge in self.causes[:_SHOWN]:
-            sender, receiver = (token_label(text) for text in self.ends(edge))
-            path = f"{sender} ({edge.key}) -> {receiver} ({edge.query})"
+            sender, receiver = self.ends(edge)
+            path = f"{token_place(sender, edge.key)} -> {token_place(receiver, edge.query)}"
             yield f"  {edge.name:9} {shorten(path, 32):32} {_numbers(edge)}  weight {edge.weight:.2f}"
         for entry in self.entries[:_SHOWN]:
-            place = "" if entry.position is None else f"at {token_label(self.token(entry.position, entry.half))}"
+            place = (
+                ""
+                if entry.position is None
+                else f"at {token_place(self.token(entry.position, entry.half), entry.position)}"
+            )
             words = " ".join(map(token_label, entry.promotes)) or shorten(entry.text, 20)
-            yield f"  {entry.name:9} {shorten(f'{place} ({entry.position})', 32):32} {_numbers(entry)}  {words}"
+            yield f"  {entry.name:9} {shorten(place, 32):32} {_numbers(entry)}  {words}"
         ranks = ", ".join(f"{kind} {value:.2f}" for kind, value in agreement.items() if kind in ("edges", "entries"))
         for kind, amount in self.beside.items():
             yield f"  {kind:9} {'of all layers together':32} {amount:+6.2f}"
@@ -341,7 +350,9 @@ class SourceGraph(Result):
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each link."""
-        names = [f"{n.name} at {n.position}" if n.entry is not None else f"{n.text} ({n.position})" for n in self.nodes]
+        names = [
+            f"{n.name} at {n.position}" if n.neuron is not None else f"{n.text} ({n.position})" for n in self.nodes
+        ]
         return [{"from": names[x.source], "to": names[x.target], "carried": x.carried} for x in self.links]
 
     def __repr__(self) -> str:

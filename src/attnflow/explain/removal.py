@@ -66,7 +66,7 @@ def with_removals(explained: Explanation, items: Sequence[Edge | Source], remova
 
 def _place(item: Edge | Source) -> tuple[object, ...]:
     """The same item may have been explained twice, with other amounts."""
-    of = (item.head, item.query, item.key) if isinstance(item, Edge) else (item.letter, item.entry, item.position)
+    of = (item.head, item.query, item.key) if isinstance(item, Edge) else (item.letter, item.neuron, item.position)
     return type(item), item.half, item.layer, *of
 
 
@@ -119,7 +119,7 @@ def _without_entries(
     flat = left.view(-1, left.shape[-1])
     for chunk in writer.chunks(call, readings) if sources else ():
         for source in sources:
-            columns = (chunk.entries + writer.offset == source.entry).nonzero().flatten()
+            columns = (chunk.entries + writer.offset == source.neuron).nonzero().flatten()
             rows = chunk.rows[chunk.positions == source.position]
             if len(columns) and len(rows):
                 at = int((chunk.rows == rows[0]).nonzero()[0])

@@ -11,6 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from attnflow._core import checks
+from attnflow._core.markup import part_name
 from attnflow._core.results import Result
 from attnflow.models.passes.recording import ComponentName
 
@@ -124,6 +125,7 @@ class ScoreAttribution(Result):
         raw, centred = self._with_heads(self.raw), self._with_heads(self.centred)
         return [
             {
+                "layer": self.layer,
                 "head": head,
                 "query": self.query,
                 "key": key,
@@ -151,9 +153,9 @@ class ScoreAttribution(Result):
         return tensor if self.head is None else tensor[None]
 
     def __repr__(self) -> str:
-        what = ", all heads" if self.head is None else f"H{self.head}"
+        where = f"layer {self.layer}, all heads" if self.head is None else part_name(self.layer, "head", self.head)
         return (
-            f"ScoreAttribution({self.model}, L{self.layer}{what}, query {self.query} {self.query_token!r}, "
+            f"ScoreAttribution({self.model}, {where}, query {self.query} {self.query_token!r}, "
             f"{len(self.keys)} keys, {len(self.components)} x {len(self.key_components)} components, "
             f"error {self.error:.1g})"
         )

@@ -33,7 +33,7 @@ def attribute(
     layer: int,
     head: int | None = None,
     query: int = -1,
-    keys: int | Sequence[int] | Tensor | None = None,
+    key: int | Sequence[int] | Tensor | None = None,
     *,
     against: int | Literal["strongest"] | None = None,
     attention: AttentionKind = "self",
@@ -56,8 +56,8 @@ def attribute(
         layer: number of the layer; negative numbers count from the last.
         head: number of the query head; None for all heads.
         query: position of the query; negative numbers count from the last.
-        keys: positions of the keys; by default all that the query may attend to.
-        against: position of another key with which the one in `keys` is compared: `contrast` of the result has the
+        key: position of the key, or several; by default all that the query may attend to.
+        against: position of another key with which `key` is compared: `contrast` of the result has the
             terms of both less each other. "strongest" is the one with most weight that is not the first token.
         attention: "self", or "cross" for a decoder's attention to its encoder, whose keys have the encoder's
             components. "self" means the decoder's, in a model of two halves; pass `model.get_encoder()` for the other.
@@ -87,7 +87,7 @@ def attribute(
     True
     """
     with reading(model, inputs, tokenizer=tokenizer) as handle:
-        return handle.explain(layer, head, query, keys, against=against, attention=attention)
+        return handle.explain(layer, head, query, key, against=against, attention=attention)
 
 
 def reading(
@@ -148,7 +148,7 @@ class AttentionReading(Handle):
         layer: int,
         head: int | None = None,
         query: int = -1,
-        keys: int | Sequence[int] | Tensor | None = None,
+        key: int | Sequence[int] | Tensor | None = None,
         *,
         against: int | Literal["strongest"] | None = None,
         attention: AttentionKind = "self",
@@ -165,7 +165,7 @@ class AttentionReading(Handle):
         heads = heads if head is None else [_place("head", head, len(heads))]
         at = self._query(passed, query)
         rows = [passed.row(index, at) for index in heads]
-        chosen = _keys(keys, rows)
+        chosen = _keys(key, rows)
         if against is not None:
             chosen.append(_other(chosen, against, rows, attention))
         rows = [row.until(max(int(row.allowed.nonzero().amax()) for row in rows) + 1) for row in rows]
@@ -295,7 +295,7 @@ def _place(name: str, value: object, count: int) -> int:
 def _other(keys: Sequence[int], against: object, rows: Sequence[ScoreRow], attention: AttentionKind) -> int:
     """The key to compare one with: given, or the one with most weight beside it and the first token."""
     if len(keys) != 1:
-        raise ValueError(f"against compares one key with another, got {len(keys)} keys: pass keys=position")
+        raise ValueError(f"against compares one key with another, got {len(keys)} keys: pass key=position")
     if against != "strongest":
         (other,) = _keys(against, rows)
         if other == keys[0]:
@@ -310,19 +310,19 @@ def _other(keys: Sequence[int], against: object, rows: Sequence[ScoreRow], atten
     return int(weights.argmax())
 
 
-def _keys(keys: object, rows: Sequence[ScoreRow]) -> list[int]:
+def _keys(given: object, rows: Sequence[ScoreRow]) -> list[int]:
     """The positions of the keys; the query may attend to all of them."""
     allowed = torch.stack([row.allowed for row in rows]).any(0)
     possible: list[int] = allowed.nonzero().flatten().tolist()
-    if keys is None:
+    if given is None:
         return possible
-    single = isinstance(keys, int) or getattr(keys, "shape", None) == ()
-    listed = [keys] if single else checks.index_array("keys", keys).tolist()
-    chosen = [_place("each of keys", key, len(allowed)) for key in listed]
+    single = isinstance(given, int) or getattr(given, "shape", None) == ()
+    listed = [given] if single else checks.index_array("key", given).tolist()
+    chosen = [_place("key", key, len(allowed)) for key in listed]
     forbidden = [key for key in chosen if key not in possible]
     if forbidden or not chosen:
         raise ValueError(
-            f"keys must list positions that the query may attend to, {checks.preview(possible)}, "
+            f"key must list positions that the query may attend to, {checks.preview(possible)}, "
             f"got {forbidden or 'none'}"
         )
     return chosen

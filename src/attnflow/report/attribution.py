@@ -13,7 +13,7 @@ from attnflow._core import checks
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.report import charts, html
-from attnflow.report.attribution_rows import HeadRow, Leading, key_name, leading, query_name, remark, row_of, short
+from attnflow.report.attribution_rows import HeadRow, Leading, head_name, key_name, leading, query_name, remark, row_of
 from attnflow.report.charts import SOFT, Array, Figure, chart, colours, literal, name_axis, signed
 from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
@@ -35,7 +35,7 @@ CHOICE: Final = "has the most weight on a token besides the first and the query"
 def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = None, raw: bool = False) -> PagePart:
     row = row_of(result, None, key, raw)
     best = leading(result, row, 10)
-    where = _where(result, row)
+    where = head_name(result, row.head)
     above = f"{signed(best.total)} above {row.level}" if row.centred else "before the softmax"
     numbers: list[tuple[str, Content]] = [
         (
@@ -61,9 +61,9 @@ def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = 
 
 def _reading(result: ScoreAttribution, row: HeadRow, best: Leading) -> list[Content]:
     if len(result.keys) == 1 and row.centred:
-        return [f"In {_where(result, row)} the query {query_name(result)} has one key. ", remark(result, row)]
+        return [f"In {head_name(result, row.head)} the query {query_name(result)} has one key. ", remark(result, row)]
     return [
-        f"In {_where(result, row)} the query {query_name(result)} gives ",
+        f"In {head_name(result, row.head)} the query {query_name(result)} gives ",
         "its largest weight" if row.weights[row.index] == result.weights.max() else percent(row.weights[row.index]),
         f" to {key_name(result, row.index)}. {_leads(row, best)}",
     ]
@@ -89,7 +89,7 @@ def why(result: ScoreAttribution) -> str:
 
 def _terms(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
     lead = (
-        f"In {_where(result, row)}, {query_name(result)} looks at {key_name(result, row.index)} with weight "
+        f"In {head_name(result, row.head)}, {query_name(result)} looks at {key_name(result, row.index)} with weight "
         f"{row.weights[row.index]:.3f}. The score before the softmax is a sum over pairs: what an earlier attention or "
         "feed-forward layer wrote at the query, times what one wrote at the key. Norms keep the scale that they had in "
         "this pass. "
@@ -182,7 +182,8 @@ def attribution_chart(
         _draw_terms(panels[0], row, best)
     else:
         _draw_tokens(panels[0], result, row)
-    what = f"{result.model}, {_where(result, row)}: why {query_name(result)} looks at {key_name(result, row.index)}"
+    looks = f"{query_name(result)} looks at {key_name(result, row.index)}"
+    what = f"{result.model}, {head_name(result, row.head)}: why {looks}"
     figure.suptitle(literal(title or shorten(what, 110)))
     return figure
 
@@ -221,7 +222,10 @@ def _draw_map(panel: Any, row: HeadRow, table: Array, sides: tuple[list[str], li
 def _draw_terms(panel: Any, row: HeadRow, best: Leading) -> None:
     others = [(plural(best.count, "other term"), best.others)] if best.count else []
     sums = [*others, ("sum of all" if row.centred else "the score", best.total)]
-    names, values = [*best.names, *(name for name, _ in sums)], [*best.values, *(value for _, value in sums)]
+    names, values = (
+        [*best.names(brief=True), *(name for name, _ in sums)],
+        [*best.values, *(value for _, value in sums)],
+    )
     axes = panel.subplots()
     charts.draw_bars(axes, names, values, len(best.terms))
     axes.set_title(f"largest terms (query side × key side), {_quantity(row)}", fontsize=9, loc="right")
@@ -235,7 +239,7 @@ def _draw_tokens(panel: Any, result: ScoreAttribution, row: HeadRow) -> None:
     order = np.argsort(-(row.weights[chosen] @ np.abs(sums)), kind="stable")[:_PARTS]
     rest = sums.sum(1) - sums[:, order].sum(1)
     lines = [row.totals[chosen], *sums[:, order].T]
-    names = ["sum of all", *(f"{short(result.key_components[part])} at the key" for part in order)]
+    names = ["sum of all", *(f"{result.key_components[part].brief} at the key" for part in order)]
     if sums.shape[1] > len(order):
         lines.append(rest)
         names.append(f"{plural(sums.shape[1] - len(order), 'other')} at the key")
@@ -268,9 +272,9 @@ def _collapsed(result: ScoreAttribution, table: Array) -> tuple[Array, tuple[lis
     sides: list[list[str]] = []
     for axis, names in enumerate((result.components, result.key_components)):
         if max(table.shape) <= _NAMED:
-            sides.append([short(name) for name in names])
+            sides.append([name.brief for name in names])
             continue
-        groups = [name.place.replace("layer ", "") for name in names]
+        groups = [name.place for name in names]
         kept = list(dict.fromkeys(groups))
         member = np.array([[group == one for group in groups] for one in kept], dtype=np.float64)
         table = member @ table if axis == 0 else table @ member.T
@@ -296,8 +300,3 @@ def _quantity(row: HeadRow) -> str:
     if row.level != HeadRow.level:
         return f"above {row.level}"
     return "centred over the row" if row.centred else "raw"
-
-
-def _where(result: ScoreAttribution, row: HeadRow) -> str:
-    kind = "" if result.attention == "self" else f" of its {result.attention}-attention"
-    return f"layer {result.layer}, head {row.head}{kind}"

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from attnflow._core import checks
-from attnflow._core.markup import shorten, token_label
+from attnflow._core.markup import part_name, token_label
 from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.models.passes.recording import ComponentName
 from attnflow.report.charts import Array
@@ -49,9 +49,8 @@ class Leading:
     others: float
     total: float
 
-    @property
-    def names(self) -> list[str]:
-        terms = [f"{short(query)} × {short(key)}" for query, key, _ in self.terms]
+    def names(self, *, brief: bool = False) -> list[str]:
+        terms = [f"{query.brief if brief else query} × {key.brief if brief else key}" for query, key, _ in self.terms]
         return terms + [f"constant: {name}" for name in self.constants]
 
     @property
@@ -113,16 +112,14 @@ def remark(result: ScoreAttribution, row: HeadRow) -> str:
     )
 
 
-def short(name: ComponentName) -> str:
-    """ "attention 7" for layer 7 attention."""
-    which = f"({name.which})" if name.which else ""
-    number = "" if name.layer is None else str(name.layer)
-    return shorten(" ".join(filter(None, (name.half, name.kind, which, number))), 34)
-
-
 def query_name(result: ScoreAttribution) -> str:
     return f"“{token_label(result.query_token)}” ({result.query})"
 
 
 def key_name(result: ScoreAttribution, index: int) -> str:
     return f"“{token_label(result.tokens[index])}” ({result.keys[index]})"
+
+
+def head_name(result: ScoreAttribution, head: int | None) -> str:
+    kind = "" if result.attention == "self" else f" of its {result.attention}-attention"
+    return f"{part_name(result.layer, 'head', head)}{kind}"

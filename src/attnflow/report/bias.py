@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core import checks
-from attnflow._core.markup import columns, element, escape, grouped, percent, plural, shorten, token_label
+from attnflow._core.markup import columns, element, escape, grouped, part_name, percent, plural, shorten, token_label
 from attnflow.bias.graph import BiasEdge, BiasGraph
 from attnflow.bias.map import BiasMap, Quantity
 from attnflow.report import charts, html
@@ -252,15 +252,15 @@ def map_chart(
     table, allowed = table_of(bias_map, layer, query, head, picture)
     if layer is not None and query is None:
         sides = [_query(bias_map, row) for row in range(len(bias_map.queries))]
-        what, side = f"layer {layer}", "query"
+        what, side = "", "query"
     else:
         row = bias_map.row(-1 if query is None else query)
         sides, side = [str(number) for number in layers], "layer"
-        what = f"query {_query(bias_map, row)}" + (f", layer {layer}" if layer is not None else "")
+        what = f"query {_query(bias_map, row)}, "
     keys, remark = _foremost(np.abs(np.where(allowed, table, 0)).max(axis=0), np.asarray(allowed.any(axis=0)))
     tokens = [_token(bias_map, key) for key in keys]
     quantity = "bias, row-centred" if picture == "bias" else "attention weight"
-    heading = {"label": literal(title or f"{quantity}: {what}{_heads(bias_map, head)}")}
+    heading = {"label": literal(title or f"{quantity}: {what}{_where(bias_map, layer, head, layer is None)}")}
     places = (keys, layers if side == "layer" else bias_map.queries)
     values, is_bias = np.where(allowed, table, math.nan)[:, keys], picture == "bias"
     return charts.table_chart(values, tokens, sides, side, heading, places, f"key{remark}", is_bias)
@@ -307,8 +307,7 @@ def _bars(
     charts.name_axis(axes[-1].xaxis, tokens, keys, turned=True)
     axes[-1].set_xlim(-0.6, len(keys) - 0.4)
     axes[-1].set_xlabel(f"key{remark}")
-    where = "mean over layers" if layer is None else f"layer {layer}"
-    what = f"attention weights: query {_query(first, row)}, {where}{_heads(first, head)}"
+    what = f"attention weights: query {_query(first, row)}, {_where(first, layer, head)}"
     figure.suptitle(literal(title or what))
     if any(bias is not None for _, _, bias in panels):
         figure.colorbar(signed, ax=list(axes), pad=0.02, fraction=0.04, aspect=12 * len(panels), label="bias")
@@ -366,6 +365,10 @@ def _common_top(weights: Sequence[Array]) -> float:
     return float(max(1.15 * rest, 1e-6) if ordered[0] > 2.5 * rest > 0 else max(1.05 * ordered[0], 1e-6))
 
 
-def _heads(bias_map: BiasMap, head: int | None) -> str:
+def _where(bias_map: BiasMap, layer: int | None, head: int | None, every: bool = False) -> str:
+    """ "layer 3 head 2", or of what the mean is taken; `every` layer has a row of its own."""
+    if layer is not None and head is not None:
+        return part_name(layer, "head", head)
     count = f"{len(bias_map.heads)} " if bias_map.heads else ""
-    return f", mean over {count}heads" if head is None else f", head {head}"
+    heads = f"mean over {count}heads" if head is None else f"head {head}"
+    return heads if every else f"{'mean over layers' if layer is None else f'layer {layer}'}, {heads}"

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from attnflow._core.markup import grouped, percent, plural, shorten, token_label
+from attnflow._core.markup import grouped, kinds_of, percent, plural, shorten, token_label
 from attnflow.knowledge.reading.provenance import Fired, Trace
 from attnflow.report import charts, html
 from attnflow.report.charts import SOFT, Array, Figure, chart, literal, name_axis
@@ -34,12 +34,12 @@ def trace_part(trace: Trace, _: Context) -> PagePart:
         ("Layers", str(len(trace.layers))),
         ("Active entries", percent(float(active_shares(trace).mean()))),
     ]
-    if trace.targets and trace.probabilities is not None:
-        target, chance = token_label(trace.targets[-1], 24), percent(float(trace.probabilities[-1]))
-        numbers.append(("Target", tag("span", target, tag("small", f"probability {chance}"))))
+    if trace.answers and trace.probabilities is not None:
+        answer, chance = token_label(trace.answers[-1], 24), percent(float(trace.probabilities[-1]))
+        numbers.append(("Answer", tag("span", answer, tag("small", f"probability {chance}"))))
     caption = "The first layer is at the bottom."
     if not trace.without:
-        caption += " Blue raises the logit of the target, orange lowers it."
+        caption += " Blue raises the logit of the answer, orange lowers it."
     chart = charts.in_page(lambda: trace_chart(trace, picture="layers", title=" "), "Layers by tokens", caption)
     maps = Section("maps", "Layer by layer, token by token", chart)
     sections = [_prompt(trace), _entries(trace), maps, _layers(trace)]
@@ -52,9 +52,9 @@ def _prompt(trace: Trace) -> Section:
     before = f"… {plural(first, 'token')} before. " if first else ""
     tokens = html.tokens(trace.tokens[first:], trace.positions, first)
     body = html.paragraph(before, tokens, " " if trace.tokens else "", kind="prompt")
-    if trace.targets:
-        target = html.code(token_label(trace.targets[-1], 24))
-        body += html.paragraph("The effects are about the logit of ", target, " after it.", kind="lead")
+    if trace.answers:
+        answer = html.code(token_label(trace.answers[-1], 24))
+        body += html.paragraph("The effects are about the logit of ", answer, " after it.", kind="lead")
     return Section("prompt", "Prompt", body)
 
 
@@ -69,17 +69,19 @@ def _entries(trace: Trace) -> Section:
         lead = "The entries with the largest contributions: the model has no logits on which they could have effects."
     else:
         lead = (
-            f"The entries with the largest effects on the logit of the token {token_label(trace.targets[row], 24)!r} "
+            f"The entries with the largest effects on the logit of the token {token_label(trace.answers[row], 24)!r} "
             f"at {token_label(trace.tokens[trace.positions[row]], 24)!r}: first-order estimates of what it loses "
-            "without them, over all paths. The direct effect leaves out the paths through later layers. An entry is "
-            "named by layer and number. Its words are its text, or the tokens whose logits it raises (↑) and lowers "
-            "(↓) most here: weight times value, seen by the unembedding."
+            "without them, over all paths. The direct effect leaves out the paths through later layers. L24N1005 is "
+            "neuron 1005 of layer 24. The words of an entry are its text, or the tokens whose logits it raises (↑) and "
+            "lowers (↓) most here: weight times value, seen by the unembedding."
         )
         lead += f" There are no direct effects: {trace.without}." if trace.without else ""
     columns: dict[str, Sequence[str]] = {"Entry": [entry_name(fired) for fired in strongest]}
     words = [entry_words(fired, 90) or "–" for fired in strongest]
     if {*words} != {"–"}:  # without an unembedding and without a store, entries have no words
         columns["Text, or tokens"] = words
+    columns["Layer"] = [str(fired.layer) for fired in strongest]
+    columns[kinds_of(fired.letter for fired in strongest).capitalize()] = [str(fired.neuron) for fired in strongest]
     names = {"Score": "score", "Threshold": "threshold", "Weight": "weight", "Norm": "norm", "Effect": "effect"}
     names["Direct effect"] = "direct_effect"
     if not any(fired.threshold for fired in strongest):
@@ -141,7 +143,7 @@ def _reading(trace: Trace) -> list[Content]:
             " At ",
             html.code(token_label(one.token)),
             f" the entry with the largest effect, {one.name}, is {'for' if effect > 0 else 'against'} ",
-            html.code(token_label(one.target)),
+            html.code(token_label(one.answer)),
             f": an estimate of {abs(effect):.3g} in its logit.",
         ]
     elif trace.without:
@@ -195,7 +197,7 @@ def trace_chart(
     if picture != "entries":
         _map(panels[0], trace, active_shares(trace), "active entries, share of the layer's", signed=False, unit="")
         what, unit = (
-            ("norm of what entries write", "norm") if trace.without else ("direct effect on the target", "logits")
+            ("norm of what entries write", "norm") if trace.without else ("direct effect on the answer", "logits")
         )
         _map(panels[1], trace, written(trace), what, signed=not trace.without, unit=unit)
     if title or picture != "entries":
@@ -209,7 +211,7 @@ def active_shares(trace: Trace) -> Array:
 
 
 def written(trace: Trace) -> Array:
-    """Returns the direct effect of all entries on the target, or else the norm they write, [layers, positions]."""
+    """Returns the direct effect of all entries on the answer, or else the norm they write, [layers, positions]."""
     each = [one.output_norm if trace.without else one.direct_effect for one in trace]
     return np.stack([np.asarray(values, dtype=np.float64) for values in each])
 
@@ -238,7 +240,7 @@ def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool, uni
     name_axis(axes.xaxis, names, list(trace.positions[first:]), turned=True)
     name_axis(axes.yaxis, [str(one.layer) for one in trace], [one.layer for one in trace])
     axes.set_ylabel("layer")
-    axes.set_xlabel("token → target" if trace.targets else "token")
+    axes.set_xlabel("token → answer" if trace.answers else "token")
     notes = [f"the last {_WIDEST} tokens"] if first else []
     if limit < largest:
         notes.append(f"clipped at the {_CLIPPED}th percentile\n(largest: {largest:.3g})")
@@ -246,7 +248,7 @@ def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool, uni
 
 
 def _bars(axes: Any, trace: Trace, strongest: list[Fired], row: int) -> None:
-    """Draws the entries for the target, then those against it, each with the effect of its ablation if tried."""
+    """Draws the entries for the answer, then those against it, each with the effect of its ablation if tried."""
     effects = any(one.effect is not None for one in strongest)
     sizes = {id(one): one.norm if one.effect is None else one.effect for one in strongest}
     apart = [[one for one in strongest if sizes[id(one)] > 0], [one for one in strongest if sizes[id(one)] <= 0]]
@@ -276,6 +278,6 @@ def _bars(axes: Any, trace: Trace, strongest: list[Fired], row: int) -> None:
     axes.set_ylim(max(places, default=0) + (2.4 if tried else 0.6), -0.6)  # with room for the legend
     axes.axvline(0, color=SOFT, linewidth=0.8)
     axes.set_ylabel("layer · entry")
-    axes.set_xlabel("against the target   ←   logits   →   for the target" if effects else "norm of what it writes")
+    axes.set_xlabel("against the answer   ←   logits   →   for the answer" if effects else "norm of what it writes")
     chance = "" if trace.probabilities is None else f", p = {percent(float(trace.probabilities[row]))}"
     axes.set_title(literal(f"entries at {trace.token(row)}{chance}"), fontsize=9)

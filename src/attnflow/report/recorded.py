@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from attnflow._core.markup import shorten, token_label
+from attnflow._core.markup import shorten, token_label, token_place
 from attnflow.bias.map import LayerMap, LayerQuery, QueryBias
 from attnflow.geometry.monitor import Monitor
 from attnflow.knowledge.reading.results import ActivityReport
@@ -75,7 +75,7 @@ def query_chart(bias: QueryBias | LayerQuery, *, title: str | None = None) -> Fi
     else:
         layers, keys = bias.layers, [token_label(token) for token in bias.tokens]
         head = "" if bias.head is None else f", head {bias.head}"
-        what = f"bias, row-centred: query {token_label(bias.tokens[bias.query])} at position {bias.query}{head}"
+        what = f"bias, row-centred: query {token_place(bias.tokens[bias.query], bias.query)}{head}"
     table = np.array([layer.bias for layer in layers], dtype=np.float64)  # None becomes NaN
     return charts.table_chart(table, keys, [str(layer.layer) for layer in layers], "layer", _titled(title or what))
 

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.markup import KINDS, part_name
 from attnflow.knowledge.layered import LayerReader, observed
 from attnflow.knowledge.reader import LayerReading
 from attnflow.models.passes.watching import Call, Watch
@@ -25,10 +26,11 @@ class LocatedEntry(NamedTuple):
     place: int  # as `LayerReader.every` lists it
     head: int | None = None  # the head that reads it; None for all heads
 
-    def name(self, numbers: Mapping[LayerReader, tuple[int, int]]) -> str:
-        """Its layer, letter and number, by `layered.numbering`."""
-        block, offset = numbers[self.reader]
-        return f"L{block}{self.reader.letter}{offset + (self.head or 0) * self.reader.span + self.place}"
+    def numbered(self, numbers: Mapping[LayerReader, tuple[int, int]]) -> tuple[str, int, int]:
+        """Its name, the model's layer, and its number there, by `layered.numbering`."""
+        layer, offset = numbers[self.reader]
+        neuron = offset + (self.head or 0) * self.reader.span + self.place
+        return part_name(layer, KINDS[self.reader.letter], neuron, brief=True), layer, neuron
 
     @property
     def heads(self) -> slice:

@@ -102,11 +102,14 @@ def entry(
         examples, read, active = _examples(subject, located, texts, count, progress)
         by_value, by_key = _nearest(subject, located, head, count, named)
         threshold = float(reader.thresholds(place)[0, head, 0])
+    name, in_layer, neuron = located.numbered(named.numbers)
     return EntryReport(
         model=subject.name,
-        name=located.name(named.numbers),
+        name=name,
+        layer=in_layer,
+        neuron=neuron,
+        reader=reader.layer,
         entry=(number := int(reader.ids(place)[0])),
-        layer=reader.layer,
         head=head,
         expert=reader.base.expert_of([number])[0] if isinstance(reader, LayerEntries) else None,
         path=Stream(model, []).paths[reader.layer],
@@ -286,8 +289,8 @@ def _nearest(subject: Subject, entry: LocatedEntry, head: int, count: int, names
         pushed = names.pushed(torch.cat(listed), _WORDS) if listed else []
         yield tuple(
             Near(
-                LocatedEntry(reader, int(place), head).name(names.numbers),
-                *(int(reader.ids(place)[0]), reader.layer, cosine),
+                *LocatedEntry(reader, int(place), head).numbered(names.numbers),
+                *(reader.layer, int(reader.ids(place)[0]), cosine),
                 tuple(token.token for token in raised),
             )
             for (cosine, place, reader), (raised, _) in zip(best, pushed, strict=True)
@@ -309,10 +312,12 @@ def _removal(subject: Subject, entry: LocatedEntry, text: Text, position: int, c
     listed: list[int] = sorted(likely, key=lambda token: -float(before[token]))
     texts = subject.texts(listed)
     chances = zip(texts, listed, before[listed].exp().tolist(), after[listed].exp().tolist(), strict=True)
+    name, layer, neuron = entry.numbered(Stream(model, []).numbers)
     return EntryRemoval(
         model=subject.name,
-        name=entry.name(Stream(model, []).numbers),
-        layer=entry.reader.layer,
+        name=name,
+        layer=layer,
+        neuron=neuron,
         entry=int(entry.reader.ids(torch.tensor([entry.place], device=ids.device))[0]),
         head=cast(int, entry.head),
         tokens=tuple(subject.texts_in_sequence(ids.tolist())),

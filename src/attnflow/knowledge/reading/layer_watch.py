@@ -84,7 +84,7 @@ class LayerWatch:
         return torch.cat([piece[name] for piece in self.pieces])
 
     def finish(self, by: By) -> LayerTrace:
-        layer, direct = self.reader.layer, {} if self.frozen is None else self.frozen.effects
+        number, direct = self.reader.layer, {} if self.frozen is None else self.frozen.effects
         self._keep(by)
         places, heads, scores = self.joined("places"), self.joined("heads"), self.joined("scores")
         unique, column = distinct(places)
@@ -93,8 +93,8 @@ class LayerWatch:
             thresholds = self.reader.thresholds(unique).detach()[0, heads.clamp(min=0), column].to(scores)
         hide = partial(torch.masked_fill, mask=places < 0, value=0)
         return LayerTrace(
-            layer,
-            self._stream.paths[layer],
+            number,
+            self._stream.paths[number],
             self.reader.num_entries * self._heads,
             self.reader.ids(places).masked_fill(places < 0, -1).cpu(),
             heads.cpu(),
@@ -108,8 +108,8 @@ class LayerWatch:
             self.joined("active").cpu(),
             self.joined("output_norm").cpu(),
             self.joined("explained").cpu(),
-            direct.get(("entries", layer)),
-            direct.get(("attention", layer)),
+            direct.get(("entries", number)),
+            direct.get(("attention", number)),
             letter=self.reader.letter,
             beside=self._beside,
         )
@@ -131,8 +131,8 @@ class LayerWatch:
 
     def _numbered(self, places: Tensor, heads: Tensor) -> tuple[Tensor, int]:
         """Numbers of entries within their layer of the model, and that layer's number; see `layered.numbering`."""
-        block, offset = self._stream.numbers[self.reader]
-        return (offset + heads * self.reader.span + places).masked_fill(places < 0, -1).cpu(), block
+        layer, offset = self._stream.numbers[self.reader]
+        return (offset + heads * self.reader.span + places).masked_fill(places < 0, -1).cpu(), layer
 
     def _strongest(
         self, scores: Tensor, weights: Tensor, places: Tensor, towards: Tensor | None, direct: Tensor | None, by: By

@@ -12,7 +12,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnflow._core import checks
-from attnflow._core.markup import aligned, percent, plural, shorten, token_label, visible
+from attnflow._core.markup import (
+    KINDS,
+    aligned,
+    kinds_of,
+    part_name,
+    percent,
+    plural,
+    shorten,
+    token_label,
+    token_place,
+    visible,
+)
 from attnflow._core.results import Result
 
 By = Literal["effect", "direct", "norm"]
@@ -22,25 +33,25 @@ By = Literal["effect", "direct", "norm"]
 class Fired:
     """One entry that fired for one token in one layer: a row of a `Trace`."""
 
-    layer: int  # number of the layer
+    layer: int  # number of the model's layer
     position: int  # of the token
     token: str  # its text
-    target: str  # text of the token whose logit the effect is about; "" without effects
+    answer: str  # text of the token whose logit the effect is about; "" without effects
     entry: int  # id of the entry
     head: int  # the head of cross-attention that read it
     score: float  # with the threshold, before the activation; in gated layers, the gate's score
     threshold: float  # the part of the score that depends on the entry alone; NaN if unknown
     weight: float  # the factor of its value
     norm: float  # Euclidean norm of its contribution, |weight| * |value|
-    effect: float | None  # first-order estimate of what the targets' logits lose without it, or None
-    direct_effect: float | None  # on the logit of its own token's target, past later layers, or None
+    effect: float | None  # first-order estimate of what the answers' logits lose without it, or None
+    direct_effect: float | None  # on the logit of its own token's answer, past later layers, or None
     ablated_effect: float | None = (
         None  # what that logit loses once the entry is taken out of the model; None: not tried
     )
-    probability_effect: float | None = None  # what the target's probability loses then
+    probability_effect: float | None = None  # what the answer's probability loses then
     text: str = ""  # the entry's text, "" if unknown
     neuron: int = 0  # number of the entry within its layer, as in `name`
-    block: int = 0  # number of the model's layer
+    reader: int = 0  # number of the layer of entries that read it: a layer of the model may have several
     letter: str = "N"  # of the name: "F" for a feature of a transcoder or autoencoder
     promotes: tuple[str, ...] = ()  # the tokens whose logits weight times value raises most
     suppresses: tuple[str, ...] = ()  # those that it lowers most
@@ -48,7 +59,7 @@ class Fired:
     @property
     def name(self) -> str:
         """The entry as the field writes it, such as "L24N1005"."""
-        return f"L{self.block}{self.letter}{self.neuron}"
+        return part_name(self.layer, KINDS[self.letter], self.neuron, brief=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +82,7 @@ class LayerTrace:
     Scores, thresholds, weights, norms and effects are as in `Fired`.
     """
 
-    layer: int  # its number
+    reader: int  # its number among those that read entries
     name: str  # path of the module that reads the entries
     num_entries: int  # entries that it can read, counted once for each head
     ids: Int[Tensor, "positions kept"]
@@ -82,8 +93,8 @@ class LayerTrace:
     norms: Float[Tensor, "positions kept"]
     effects: Float[Tensor, "positions kept"] | None
     direct_effects: Float[Tensor, "positions kept"] | None
-    neurons: Int[Tensor, "positions kept"]  # numbers of the entries within the layer `block` of the model
-    block: int
+    neurons: Int[Tensor, "positions kept"]  # numbers of the entries within the model's layer
+    layer: int  # number of the model's layer
     # how many of the entries read, kept or not, have a positive score (in gated layers, gate score) and a weight
     active: Int[Tensor, " positions"]
     output_norm: Float[Tensor, " positions"]  # of the sum of all entries' contributions, without b2
@@ -101,7 +112,7 @@ class LayerTrace:
 class Promoted:
     """The tokens whose logits an entry's value moves most at a positive weight; a negative one exchanges the two."""
 
-    layer: int
+    reader: int  # as in `Fired`
     entry: int
     head: int
     raised: tuple[str, ...]  # the most raised first
@@ -112,16 +123,16 @@ class Promoted:
 class Trace(Result):
     """The entries that fired for a text, as `af.knowledge.trace` returns it.
 
-    The effect of an entry is its weight times value, times the derivative of the targets' logits by what its layer
+    The effect of an entry is its weight times value, times the derivative of the answers' logits by what its layer
     adds: the first-order estimate of what they lose without it, over all paths. If several positions are traced, it is
-    the effect on the sum of their targets' logits.
+    the effect on the sum of their answers' logits.
 
-    The direct effect of a contribution c on the logit of a target is (w_target - mean of w) . N c. Here w are the rows
+    The direct effect of a contribution c on the logit of an answer is (w_answer - mean of w) . N c. Here w are the rows
     of the unembedding, and N is the final norm with its scale fixed at this forward pass. It is what c adds to that
     logit, less what it adds to all logits on average, not counting paths through later layers. The effects of the
     embedding, all attention layers, all entries and the constants sum exactly to the centred logit.
 
-    The effect of an ablation answers another question: by how much does that logit fall, and the target's probability,
+    The effect of an ablation answers another question: by how much does that logit fall, and the answer's probability,
     when the model runs again without the entry's value at any token? Later layers then react, and all paths count.
 
     Attributes:
@@ -129,10 +140,10 @@ class Trace(Result):
         tokens: the text of each token of the prompt.
         positions: the positions of the traced tokens.
         layers: the traced layers.
-        targets: for each position, the text of the token whose logit the effects refer to; empty if there are none.
-        target_ids: their ids.
-        logits: the logits of the targets, less the mean over the vocabulary; or None.
-        probabilities: the probabilities of the targets, or None.
+        answers: for each position, the text of the token whose logit the effects refer to; empty if there are none.
+        answer_ids: their ids.
+        logits: the logits of the answers, less the mean over the vocabulary; or None.
+        probabilities: the probabilities of the answers, or None.
         embedding_effect: direct effect of the input of the first block, or None.
         constant_effect: what the biases of the final norm and of the unembedding add, or None.
         without: why the model has no direct effects; "" if it has.
@@ -146,8 +157,8 @@ class Trace(Result):
     tokens: tuple[str, ...]
     positions: tuple[int, ...]
     layers: tuple[LayerTrace, ...]
-    targets: tuple[str, ...] = ()
-    target_ids: tuple[int, ...] = ()
+    answers: tuple[str, ...] = ()
+    answer_ids: tuple[int, ...] = ()
     logits: Float[Tensor, " positions"] | None = None
     probabilities: Float[Tensor, " positions"] | None = None
     embedding_effect: Float[Tensor, " positions"] | None = None
@@ -174,11 +185,20 @@ class Trace(Result):
         return min(one.ids.shape[1] for one in self.layers)
 
     def layer(self, number: int) -> LayerTrace:
-        """Return one layer; a layer that was not traced raises `ValueError`."""
-        layers = {one.layer: one for one in self.layers}
-        if number not in layers:
-            raise ValueError(f"layer must be one of the traced {list(layers)}, got {number!r}")
-        return layers[number]
+        """Return what one layer of the model reads; a layer that was not traced raises `ValueError`."""
+        found = self._of(number)
+        if len(found) > 1:
+            names = ", ".join(one.name for one in found)
+            raise ValueError(f"layer {number} reads entries in {len(found)} modules, {names}: take one from .layers")
+        return found[0]
+
+    def _of(self, number: int | None) -> Sequence[LayerTrace]:
+        found = [one for one in self.layers if number in (None, one.layer)]
+        if not found:
+            raise ValueError(
+                f"layer must be one of the traced {list(dict.fromkeys(one.layer for one in self))}, got {number!r}"
+            )
+        return found
 
     def row(self, position: int) -> int:
         """Return the row of a position, -1 for the last; one that was not traced raises `ValueError`."""
@@ -189,16 +209,16 @@ class Trace(Result):
         return self.positions.index(position)
 
     def token(self, row: int) -> str:
-        """The token of a row as a label, and the target beside it."""
+        """The token of a row as a label, and the answer beside it."""
         name = token_label(self.tokens[self.positions[row]])
-        return f"{name} → {token_label(self.targets[row])}" if self.targets else name
+        return f"{name} → {token_label(self.answers[row])}" if self.answers else name
 
     def fired(self, position: int | None = None, layer: int | None = None, count: int | None = None) -> list[Fired]:
         """List kept entries, the strongest first; the first `top` are the strongest of all entries.
 
         Args:
             position: of a token, -1 for the last traced one; None for all.
-            layer: number of a layer; None for all.
+            layer: number of a layer of the model; None for all.
             count: how many; None for all that were kept.
 
         Raises:
@@ -207,18 +227,17 @@ class Trace(Result):
         if count is not None:
             checks.integer("count", count, 1)
         rows = range(len(self.positions)) if position is None else [self.row(position)]
-        chosen = self.layers if layer is None else (self.layer(layer),)
-        fired = [entry for row in rows for one in chosen for entry in self._fired(one, row)]
+        fired = [entry for row in rows for one in self._of(layer) for entry in self._fired(one, row)]
         size = attrgetter({"direct": "direct_effect"}.get(self.by, self.by))
         return sorted(fired, key=lambda entry: -abs(size(entry)))[:count]
 
     def summary(self, position: int = -1) -> str:
-        """Describe the prompt, a token and its target in a few lines."""
+        """Describe the prompt, a token and its answer in a few lines."""
         row = self.row(position)
         said = [f"prompt {shorten(self.prompt, 100)}"]
-        said += [f"token {token_label(self.tokens[self.positions[row]])} at position {self.positions[row]}"]
-        if self.targets and self.logits is not None:
-            said[1] += f", target {token_label(self.targets[row])}: logit {float(self.logits[row]):.3g} above the mean"
+        said += [f"token {token_place(self.tokens[self.positions[row]], self.positions[row])}"]
+        if self.answers and self.logits is not None:
+            said[1] += f", answer {self.answers[row]!r}: logit {float(self.logits[row]):.3g} above {self._compared}"
             said[1] += "" if self.probabilities is None else f", probability {percent(float(self.probabilities[row]))}"
         if self.without:
             said.append(f"no direct effects: {self.without}")
@@ -230,9 +249,11 @@ class Trace(Result):
         """The strongest entries as lines for a terminal; see `fired`."""
         fired = self.fired(position, layer, count)
         columns: dict[str, Callable[[Fired], str]] = {
-            "token": lambda one: f"{token_label(one.token)} ({one.position})",
+            "token": lambda one: token_place(one.token, one.position),
             "entry": lambda one: one.name if one.head == 0 else f"{one.name} (head {one.head})",
-            "id": lambda one: str(one.entry),
+            "layer": lambda one: str(one.layer),
+            kinds_of(one.letter for one in fired): lambda one: str(one.neuron),
+            "id": lambda one: str(one.entry) if one.letter == "S" else "",
             "score": lambda one: f"{one.score:+.3g}",
             "threshold": lambda one: f"{one.threshold:+.3g}",
             "weight": lambda one: f"{one.weight:+.3g}",
@@ -253,17 +274,17 @@ class Trace(Result):
     def _besides(self, position: int | None, layer: int | None) -> Iterator[str]:
         """A line for each layer with features: what is written beside them, at one position or on average."""
         rows = slice(None) if position is None else slice(row := self.row(position), row + 1)
-        for one in self.layers if layer is None else (self.layer(layer),):
+        for one in self._of(layer):
             parts = [f"{part.name} {float(part.norms[rows].mean()):.3g}" for part in one.beside]
             if parts:
                 effects = [part.effects for part in one.beside if part.name == "error" and part.effects is not None]
                 effect = "".join(f", effect of the error {float(some[rows].sum()):+.3g}" for some in effects)
-                yield f"L{one.block} beside features, in norm: {', '.join(parts)}{effect}"
+                yield f"layer {one.layer} beside features, in norm: {', '.join(parts)}{effect}"
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each kept entry of each token and layer."""
         return [
-            {name: _cell(value) for name, value in vars(entry).items()}
+            {"name": entry.name, **{name: _cell(value) for name, value in vars(entry).items()}}
             for one in self.layers
             for row in range(len(self.positions))
             for entry in self._fired(one, row)
@@ -271,10 +292,10 @@ class Trace(Result):
 
     @cached_property
     def _words(self) -> dict[tuple[int, int, int], Promoted]:
-        return {(one.layer, one.entry, one.head): one for one in self.promoted}
+        return {(one.reader, one.entry, one.head): one for one in self.promoted}
 
     def _fired(self, one: LayerTrace, row: int) -> list[Fired]:
-        position, target = self.positions[row], self.targets[row] if self.targets else ""
+        position, answer = self.positions[row], self.answers[row] if self.answers else ""
         count = int((one.ids[row] >= 0).sum())
 
         def column(table: Tensor | None) -> list[Any]:
@@ -286,21 +307,24 @@ class Trace(Result):
         tables = (one.ids, one.heads, one.neurons, *numbers, *ablated)
         for entry, head, neuron, *rest in zip(*map(column, tables), strict=True):
             rest[6:] = [None if value is None or value != value else value for value in rest[6:]]
-            words = self._words.get((one.layer, entry, head))
+            words = self._words.get((one.reader, entry, head))
             sides = ((), ()) if words is None else (words.raised, words.lowered)
             up, down = sides if rest[2] > 0 else sides[::-1]  # by the sign of its weight here
-            place = (one.layer, position, self.tokens[position], target, entry, head)
-            about: dict[str, Any] = {"text": self.texts.get(entry, ""), "neuron": neuron, "block": one.block}
+            place = (one.layer, position, self.tokens[position], answer, entry, head)
+            about: dict[str, Any] = {"text": self.texts.get(entry, ""), "neuron": neuron, "reader": one.reader}
             about["letter"] = one.letter
             fired.append(Fired(*place, *cast(Any, rest), **about, promotes=up, suppresses=down))
         return fired
 
+    @property
+    def _compared(self) -> str:
+        return " and ".join(map(repr, self.against)) or "the mean of all tokens"
+
     def __repr__(self) -> str:
         about = f"{plural(len(self.positions), 'position')} of {plural(len(self.tokens), 'token')}"
         lines = [f"Trace({self.model!r}: {about}, {plural(len(self.layers), 'layer')})"]
-        if self.targets and self.logits is not None:
-            against = " and ".join(map(repr, self.against)) or "the mean of all tokens"
-            lines.append(f"target {self.targets[-1]!r}: logit {float(self.logits[-1]):.3g} above {against}")
+        if self.answers and self.logits is not None:
+            lines.append(f"answer {self.answers[-1]!r}: logit {float(self.logits[-1]):.3g} above {self._compared}")
         return "\n".join([*lines, self.table(None, count=8)])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from attnflow._core.checks import preview
-from attnflow._core.markup import aligned, percent, shorten, token_label
+from attnflow._core.markup import KINDS, aligned, part_name, percent, shorten, token_label
 from attnflow._core.results import Result
 
 
@@ -35,8 +35,10 @@ class Example:
 @dataclass(frozen=True)
 class Near:
     name: str  # such as "L24N1005"
+    layer: int  # of the model
+    neuron: int  # its number within that layer
+    reader: int  # number of the layer of entries that reads it
     entry: int  # its id
-    layer: int
     cosine: float
     raised: tuple[str, ...]  # the tokens that its value raises most
 
@@ -57,7 +59,8 @@ class EntryRemoval(Result):
 
     model: str
     name: str  # of the entry, such as "L24N1005"
-    layer: int
+    layer: int  # of the model
+    neuron: int  # its number within that layer
     entry: int  # its id
     head: int
     tokens: tuple[str, ...]  # of the text
@@ -89,8 +92,10 @@ class EntryReport(Result):
 
     model: str  # its name
     name: str  # of the entry: its layer and number there, such as "L24N1005"
+    layer: int  # of the model
+    neuron: int  # its number within that layer
+    reader: int  # number of the layer of entries that reads it
     entry: int  # its id
-    layer: int  # the layer that reads it
     head: int  # the head of cross-attention that reads it
     expert: int | None  # the expert that it belongs to, or None
     path: str  # of the module that reads it
@@ -121,7 +126,8 @@ class EntryReport(Result):
         return f"<EntryReport {self.model}, {self.name}>"
 
     def __str__(self) -> str:
-        lines = [f"{self.name} of {self.model}, entry {self.entry}"]
+        kind = KINDS[self.name.lstrip("L0123456789")[0]]
+        lines = [f"{self.name} of {self.model}: {part_name(self.layer, kind, self.neuron)}, entry {self.entry}"]
         for name, pushed in (("raises", self.raised), ("lowers", self.lowered)):
             if pushed:
                 lines.append(f"{name}  {' '.join(token_label(token.token) for token in pushed)}")

@@ -32,7 +32,8 @@ class WritingEntry:
     """An entry whose value points towards a token; a negative weight lets it write against the token."""
 
     name: str  # layer and number within it, such as "L24N1005"
-    layer: int  # as `af.knowledge.trace` counts layers
+    layer: int  # of the model
+    neuron: int  # its number within that layer
     entry: int  # its id
     head: int
     cosine: float  # of its value and the direction that raises the token's logit above the mean of all
@@ -114,7 +115,7 @@ def writers(
     numbered = numbering(subject.model)
     listed: list[WritingEntry] = []
     for cosine, push, reader, head, place in sorted(best, key=lambda found: -abs(found[0]))[:count]:
-        name = LocatedEntry(reader, place, head).name(numbered)
         entry = int(reader.ids(torch.tensor([place], device=subject.device))[0])
-        listed.append(WritingEntry(name, reader.layer, entry, head, cosine, push))
+        where = LocatedEntry(reader, place, head).numbered(numbered)
+        listed.append(WritingEntry(*where, entry, head, cosine, push))
     return TokenWriters(subject.name, subject.texts([wanted])[0], wanted, tuple(listed))

@@ -34,32 +34,31 @@ Words = str | int | Sequence[str | int] | None
 
 @overload
 def trace(
-    model: nn.Module | Loaded, inputs: str | Sequence[int] | Tensor, *, positions: Positions = ..., top: int = ...,
-    by: By | None = ..., targets: Words = ..., against: Words = ..., promoted: int = ..., ablate: int = ...,
+    model: nn.Module | Loaded, inputs: str | Sequence[int] | Tensor, answer: Words = ..., against: Words = ...,
+    position: Positions = ..., *, top: int = ..., by: By | None = ..., promoted: int = ..., ablate: int = ...,
     tokenizer: PreTrainedTokenizerBase | None = ...,
 ) -> Trace: ...  # fmt: skip
 @overload
 def trace(
-    model: nn.Module | Loaded, inputs: Prompts, *, positions: Positions | Sequence[Positions] = ..., top: int = ...,
-    by: By | None = ..., targets: Words | Sequence[Words] = ..., against: Words | Sequence[Words] = ...,
-    promoted: int = ..., ablate: int = ..., tokenizer: PreTrainedTokenizerBase | None = ...,
+    model: nn.Module | Loaded, inputs: Prompts, answer: Words | Sequence[Words] = ...,
+    against: Words | Sequence[Words] = ..., position: Positions | Sequence[Positions] = ..., *, top: int = ...,
+    by: By | None = ..., promoted: int = ..., ablate: int = ..., tokenizer: PreTrainedTokenizerBase | None = ...,
 ) -> list[Trace]: ...  # fmt: skip
 @overload
 def trace(
-    model: nn.Module | Loaded, inputs: Text | Prompts, *, positions: Positions | Sequence[Positions] = ...,
-    top: int = ..., by: By | None = ..., targets: Words | Sequence[Words] = ...,
-    against: Words | Sequence[Words] = ..., promoted: int = ..., ablate: int = ...,
-    tokenizer: PreTrainedTokenizerBase | None = ...,
+    model: nn.Module | Loaded, inputs: Text | Prompts, answer: Words | Sequence[Words] = ...,
+    against: Words | Sequence[Words] = ..., position: Positions | Sequence[Positions] = ..., *, top: int = ...,
+    by: By | None = ..., promoted: int = ..., ablate: int = ..., tokenizer: PreTrainedTokenizerBase | None = ...,
 ) -> Trace | list[Trace]: ...  # fmt: skip
 def trace(
     model: nn.Module | Loaded,
     inputs: Text | Prompts,
+    answer: Words | Sequence[Words] = None,
+    against: Words | Sequence[Words] = None,
+    position: Positions | Sequence[Positions] = None,
     *,
-    positions: Positions | Sequence[Positions] = None,
     top: int = 16,
     by: By | None = None,
-    targets: Words | Sequence[Words] = None,
-    against: Words | Sequence[Words] = None,
     promoted: int = 128,
     ablate: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -67,26 +66,26 @@ def trace(
     """Record which entries fired for each token and layer of a text, and their effect on the next token's logit.
 
     Three numbers are never mixed up. The *effect* is the weight times the value of an entry, times the derivative of
-    the targets' logits by what its layer adds: the first-order estimate of removing it, over all paths. The *direct*
+    the answers' logits by what its layer adds: the first-order estimate of removing it, over all paths. The *direct*
     effect leaves out the paths through later layers, with the scale of the final norm held. *Ablated* is measured.
 
     Args:
         model: any model, or what `af.load_model` returned. If it is not converted, a converted copy is traced.
         inputs: a text; token ids [tokens] or [1, tokens]; or the model's named inputs for one sequence. Several prompts
             are a list of texts or of named inputs, or named inputs of several rows, whose `attention_mask` tells the
-            padding. `positions`, `targets` and `against` are then those of all, or a list with those of each prompt.
-        positions: the tokens to trace, with negative positions counted from the end; by default all.
-        top: how many entries are kept for each token and layer.
-        by: which entries to keep: those with the largest absolute "effect", or "direct" effect, or with the largest
-            contribution ("norm"); by default "effect" if the model has logits.
-        targets: the tokens whose logits the effects refer to, one for all positions or one each; by default the next
+            padding. `answer`, `against` and `position` are then those of all, or a list with those of each prompt.
+        answer: the tokens whose logits the effects refer to, one for all positions or one each; by default the next
             token of the text, and at its end the token that the model finds most likely. A text of several tokens
             stands for the sum of their log-probabilities after the text, at the positions that predict them.
         against: the tokens whose mean logit is subtracted; by default all tokens.
+        position: the tokens to trace, with negative positions counted from the end; by default all.
+        top: how many entries are kept for each token and layer.
+        by: which entries to keep: those with the largest absolute "effect", or "direct" effect, or with the largest
+            contribution ("norm"); by default "effect" if the model has logits.
         promoted: for how many entries to find the tokens that they promote and suppress most: the strongest 40 of the
             last position first, then the strongest of each.
         ablate: how many leading entries of each position, of all layers, to take out of the model one by one (0 to
-            `top`), to measure what the target's logit and probability lose.
+            `top`), to measure what the answer's logit and probability lose.
         tokenizer: needed for a text unless `model` has one; for token ids, it names the tokens.
 
     Returns:
@@ -96,7 +95,7 @@ def trace(
         they run one after another without their padding, so that each trace is exactly that of the prompt alone.
 
     Raises:
-        ValueError: a position or a token does not exist; a text of several tokens with `positions`, `against` or more.
+        ValueError: a position or a token does not exist; a text of several tokens with `position`, `against` or more.
         UnsupportedArchitecture: an encoder-decoder model, or one with unknown feed-forward layers; to ablate, also a
             model without logits, or one whose sequences of a batch influence one another.
 
@@ -128,10 +127,10 @@ def trace(
     if by not in (None, "norm", "effect", "direct"):
         raise ValueError(f"by must be 'effect', 'direct' or 'norm', got {by!r}")
     prompts = _prompts(subject, inputs)
-    asked = [[given] if prompts is None else _each(given, len(prompts)) for given in (positions, targets, against)]
+    asked = [[given] if prompts is None else _each(given, len(prompts)) for given in (answer, against, position)]
     questions = [_question(subject, *one) for one in zip(prompts or [inputs], *asked, strict=True)]
     if ablate and any(question.whole for question in questions):
-        raise ValueError("a target of several tokens is not ablated: pass one token, or leave ablate out")
+        raise ValueError("an answer of several tokens is not ablated: pass one token, or leave ablate out")
     if not reads_entries(subject.model):
         with torch.inference_mode(False):
             subject = Subject(from_ffn(subject.model), subject.tokenizer)
@@ -164,7 +163,7 @@ def _traced(question: _Question, top: int, by: By | None, promoted: int, ablate:
                 effects = frozen.effects.items()
                 about["embedding_effect"] = next(effect for (kind, _), effect in effects if kind == "embedding")
                 about["constant_effect"] = frozen.constant.cpu()
-            about["targets"] = tuple(subject.texts(about.get("target_ids", ())))
+            about["answers"] = tuple(subject.texts(about.get("answer_ids", ())))
             about["against"] = tuple(subject.texts(question.against))
             texts, tokens = _texts(every[0], traced), tuple(subject.texts_in_sequence(question.ids))
             rows = tuple(question.rows)
@@ -183,17 +182,17 @@ class _Question:
     rows: list[int]  # the traced positions
     wanted: Words
     against: list[int]
-    whole: bool  # whether the targets are the tokens of one answer, whose log-probability counts
+    whole: bool  # whether these tokens are one answer, whose log-probability counts
     subject: Subject
 
     @property
     def ids(self) -> list[int]:
         return self.arguments["input_ids"][0].tolist()
 
-    def targets(self, logits: Tensor) -> list[int]:
+    def answers(self, logits: Tensor) -> list[int]:
         for other in self.against:
             checks.integer("against", other, 0, len(logits) - 1)
-        return _targets(self.wanted, self.ids, self.rows, self.subject, logits)
+        return _answers(self.wanted, self.ids, self.rows, self.subject, logits)
 
     def compared(self, logits: Tensor) -> Tensor:
         """What is subtracted from logits [..., vocabulary]: the mean of those to compare with."""
@@ -218,23 +217,25 @@ def _each(given: Any, count: int) -> list[Any]:
     return list(given)
 
 
-def _question(subject: Subject, inputs: Text, positions: Positions, targets: Words, against: Words) -> _Question:
+def _question(subject: Subject, inputs: Text, answer: Words, against: Words, position: Positions) -> _Question:
     arguments = subject.read(inputs, ids=True)
     if len(arguments["input_ids"]) > 1:
         raise ValueError(f"trace takes one sequence, got {len(arguments['input_ids'])}: pass one row of the inputs")
     others = [] if against is None else [against] if isinstance(against, str | int) else list(against)
     compared = [subject.token(o) if isinstance(o, str) else checks.integer("against", o, 0) for o in others]
     tokens: list[int] = []
-    if isinstance(targets, str) and subject.tokenizer is not None:
-        tokens = cast("list[int]", cast(Any, subject.tokenizer)(targets, add_special_tokens=False)["input_ids"])
+    if isinstance(answer, str) and subject.tokenizer is not None:
+        tokens = cast("list[int]", cast(Any, subject.tokenizer)(answer, add_special_tokens=False)["input_ids"])
     count = arguments["input_ids"].shape[1]
-    if len(tokens) < 2 or positions is not None or compared:
-        rows = _positions(positions, count)
-        return _Question(arguments, rows, targets, compared, False, subject)
+    if len(tokens) < 2 or position is not None or compared:
+        rows = _positions(position, count)
+        return _Question(arguments, rows, answer, compared, False, subject)
     more = torch.tensor([tokens[:-1]], device=subject.device)
     for name, value in arguments.items():
         if value.shape[:2] != (1, count) or name not in ("input_ids", "attention_mask", "token_type_ids"):
-            raise ValueError(f"a target of several tokens needs a text or token ids, got {name} of {list(value.shape)}")
+            raise ValueError(
+                f"an answer of several tokens needs a text or token ids, got {name} of {list(value.shape)}"
+            )
         added = more if name == "input_ids" else value[:, -1:].expand(1, more.shape[1])
         arguments[name] = torch.cat([value, added], dim=1)
     return _Question(arguments, list(range(count - 1, count + len(tokens) - 1)), tokens, [], True, subject)
@@ -243,7 +244,7 @@ def _question(subject: Subject, inputs: Text, positions: Positions, targets: Wor
 def _run(
     subject: Subject, question: _Question, stream: Stream, watched: Sequence[LayerWatch], run: Callable[..., Any]
 ) -> tuple[Directions | str, dict[str, Any] | None]:
-    """Run the model once and back: what `directions` returns, and its result for the targets; None without logits."""
+    """Run the model once and back: what `directions` returns, and its result for the answers; None without logits."""
     outputs, made = dict[int, Tensor](), list[Any]()
 
     def track(call: Call, output: Tensor) -> Tensor:
@@ -262,22 +263,22 @@ def _run(
         return made[0]
 
     with still(subject.model, exact=False), looking:
-        towards = directions(stream, forward, question.targets, question.against)
+        towards = directions(stream, forward, question.answers, question.against)
         logits = getattr(made[0], "logits", None)
         if not isinstance(logits, Tensor) or logits.ndim != 3:
             return towards, None
         rows = torch.tensor(question.rows, device=logits.device) - (len(question.ids) - logits.shape[1])
         read = logits[0, rows].to(wide(logits.dtype))
-        targets = torch.tensor(question.targets(logits[0, -1].detach()), device=logits.device)
-        chosen = read.gather(1, targets[:, None])[:, 0]
+        wanted = torch.tensor(question.answers(logits[0, -1].detach()), device=logits.device)
+        chosen = read.gather(1, wanted[:, None])[:, 0]
         scores = chosen - question.compared(read)
-        value = read.log_softmax(-1).gather(1, targets[:, None]).sum() if question.whole else scores.sum()
+        value = read.log_softmax(-1).gather(1, wanted[:, None]).sum() if question.whole else scores.sum()
         found = torch.autograd.grad(value, list(outputs.values()), allow_unused=True)
     for number, gradient in zip(outputs, cast("Sequence[Tensor | None]", found), strict=True):
         watched[number].towards = None if gradient is None else watched[number].reader.received(gradient)
-    chances = read.detach().softmax(-1).gather(1, targets[:, None])[:, 0]
+    chances = read.detach().softmax(-1).gather(1, wanted[:, None])[:, 0]
     return towards, {
-        "target_ids": tuple(targets.tolist()),
+        "answer_ids": tuple(wanted.tolist()),
         "logits": scores.detach().cpu(),
         "probabilities": chances.cpu(),
     }
@@ -292,7 +293,7 @@ def _ablated(trace: Trace, model: nn.Module, question: _Question, watched: Seque
     lost = sizes.new_full((2, *sizes.shape), torch.nan)
     rounding = max(torch.finfo(one.dtype).eps for one in model.parameters() if one.is_floating_point())
     seen: list[tuple[float, float]] = []
-    for row, (position, target) in enumerate(zip(trace.positions, trace.target_ids, strict=True)):
+    for row, (position, answer) in enumerate(zip(trace.positions, trace.answer_ids, strict=True)):
         leading = sizes[row].topk(min(count, sizes.shape[1])).indices
         leading = leading[sizes[row, leading] >= 0]
         removed = [
@@ -301,7 +302,7 @@ def _ablated(trace: Trace, model: nn.Module, question: _Question, watched: Seque
         ]
         before, after = logits_without(model, question.arguments, removed, position)
         every = torch.cat([before[None], after])
-        logits, chances = every[:, target] - question.compared(every), every.softmax(dim=-1)[:, target]
+        logits, chances = every[:, answer] - question.compared(every), every.softmax(dim=-1)[:, answer]
         lost[0, row, leading], lost[1, row, leading] = ((each[0] - each[1:]).to(lost) for each in (logits, chances))
         seen.append((float(logits[0]), float(chances[0])))
         apart = 0.0 if trace.logits is None else abs(seen[-1][0] - float(trace.logits[row]))
@@ -325,23 +326,23 @@ def _sizes(layer: LayerTrace, by: By) -> Tensor:
     return {"norm": layer.norms, "effect": layer.effects, "direct": layer.direct_effects}[by].abs()  # pyright: ignore
 
 
-def _positions(positions: Positions, size: int) -> list[int]:
-    chosen = range(size) if positions is None else [positions] if isinstance(positions, int) else list(positions)
-    if not chosen or not all(-size <= position < size for position in chosen):
-        raise ValueError(f"positions must be from {-size} to {size - 1} for {size} tokens, got {chosen}")
-    return sorted({position % size for position in chosen})
+def _positions(position: Positions, size: int) -> list[int]:
+    chosen = range(size) if position is None else [position] if isinstance(position, int) else list(position)
+    if not chosen or not all(-size <= place < size for place in chosen):
+        raise ValueError(f"position must be from {-size} to {size - 1} for {size} tokens, got {chosen}")
+    return sorted({place % size for place in chosen})
 
 
-def _targets(wanted: Words, ids: Sequence[int], rows: Sequence[int], subject: Subject, logits: Tensor) -> list[int]:
-    """Return the given target ids; by default the next token, and after the last token the most likely one."""
+def _answers(wanted: Words, ids: Sequence[int], rows: Sequence[int], subject: Subject, logits: Tensor) -> list[int]:
+    """Return the ids of the answers; by default the next token, and after the last token the most likely one."""
     if wanted is None:
         return [ids[row + 1] if row + 1 < len(ids) else int(logits.argmax()) for row in rows]
     listed = [wanted] * len(rows) if isinstance(wanted, str | int) else list(wanted)
     if len(listed) != len(rows):
-        raise ValueError(f"expected one target, or one for each of the {len(rows)} positions, got {len(listed)}")
-    targets = [subject.token(word) if isinstance(word, str) else int(word) for word in listed]
-    checks.index_array("targets", targets, len(logits))
-    return targets
+        raise ValueError(f"expected one answer, or one for each of the {len(rows)} positions, got {len(listed)}")
+    answers = [subject.token(word) if isinstance(word, str) else int(word) for word in listed]
+    checks.index_array("answer", answers, len(logits))
+    return answers
 
 
 def _texts(reader: LayerReader, layers: Sequence[LayerTrace]) -> dict[int, str]:

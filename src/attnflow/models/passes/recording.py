@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from attnflow._core.markup import part_name
 from attnflow.models.passes.reads import ModuleCall, Reads, hold, may_be_norm
 from attnflow.models.passes.watching import Arguments, Call, handed_again, hidden_of, mapped, tensors_in, with_hidden
 
@@ -56,12 +57,22 @@ class ComponentName:
 
     @property
     def place(self) -> str:
-        """The title without the kind, such as "layer 7"; "embedding" has no layer."""
-        return " ".join(filter(None, (self.half, self.kind if self.layer is None else f"layer {self.layer}")))
+        """The layer alone, such as "L7", for maps that sum each layer; "embedding" has no layer."""
+        return " ".join(filter(None, (self.half, self.kind if self.layer is None else f"L{self.layer}")))
+
+    @property
+    def brief(self) -> str:
+        """The title where a figure has no room, such as "L7 attention"."""
+        return self._titled(brief=True)
 
     def __str__(self) -> str:
-        kind = "" if self.layer is None else self.kind
-        return " ".join(filter(None, (self.place, kind, f"({self.which})" if self.which else "")))
+        return self._titled(brief=False)
+
+    def _titled(self, brief: bool) -> str:
+        kind, which = self.kind, f" ({self.which})" if self.which else ""
+        if self.layer is None:
+            return f"{self.half} {kind}{which}".strip()
+        return part_name(self.layer, kind, half=self.half, brief=brief) + which
 
 
 class Recorder:

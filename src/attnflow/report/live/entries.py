@@ -33,7 +33,7 @@ def traced(trace: Trace, position: int) -> Reply:
     known = {"logit": trace.logits, "chance": trace.probabilities}
     return {
         "position": position,
-        "target": token_label(trace.targets[row]) if trace.targets else "",
+        "answer": token_label(trace.answers[row]) if trace.answers else "",
         **{name: None if values is None else number(float(values[row])) for name, values in known.items()},
         "entries": [_fired(one) for one in trace.fired(position, count=LISTED)],
     }
@@ -42,7 +42,8 @@ def traced(trace: Trace, position: int) -> Reply:
 def _fired(one: Fired) -> Reply:
     return {
         "name": entry_name(one),
-        **fields(one, "entry", "layer", "head", "text"),
+        **fields(one, "entry", "head", "text"),
+        "layer": one.reader,
         "promotes": labels(one.promotes),
         "suppresses": labels(one.suppresses),
         **numbers(score=one.score, weight=one.weight, norm=one.norm),
@@ -52,7 +53,8 @@ def _fired(one: Fired) -> Reply:
 
 def described(found: EntryReport, trace: Trace, position: int) -> Reply:
     return {
-        **fields(found, "name", "entry", "layer", "head", "without"),
+        **fields(found, "name", "entry", "neuron", "head", "without"),
+        "layer": found.reader,
         "norm": number(found.norm),
         "tokens": [token_label(text) for text in trace.tokens],
         "position": position,
@@ -65,7 +67,8 @@ def described(found: EntryReport, trace: Trace, position: int) -> Reply:
 
 def fires(found: EntryReport) -> Reply:
     return {
-        **fields(found, "entry", "layer", "active"),
+        **fields(found, "entry", "active"),
+        "layer": found.reader,
         "read": found.tokens_read,
         "examples": [
             {
@@ -102,14 +105,14 @@ def _pushed(tokens: Sequence[Pushed]) -> list[dict[str, Any]]:
 
 def _near(entries: Sequence[Near]) -> list[dict[str, Any]]:
     return [
-        {**fields(one, "name", "entry", "layer"), "cosine": number(one.cosine), "words": labels(one.raised)}
+        {**fields(one, "name", "entry"), "layer": one.reader, "cosine": number(one.cosine), "words": labels(one.raised)}
         for one in entries
     ]
 
 
 def _weights(found: EntryReport, trace: Trace) -> list[float | None]:
     """Returns the entry's weight at each token; 0 where its layer has enough stronger entries."""
-    one = trace.layer(found.layer)
+    one = next(one for one in trace if one.reader == found.reader)
     mine = (one.ids == found.entry) & (one.heads == found.head)
     return [number(weight) for weight in (one.weights * mine).sum(dim=1).tolist()]
 

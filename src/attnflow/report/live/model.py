@@ -23,9 +23,8 @@ from attnflow.knowledge.layered import reads_entries
 from attnflow.knowledge.reading.entry import removal
 from attnflow.knowledge.reading.provenance import Trace
 from attnflow.models import load_model
-from attnflow.models.passes.recording import ComponentName
 from attnflow.models.subject import Loaded, Subject
-from attnflow.report.attribution_rows import key_name, query_name, remark, row_of
+from attnflow.report.attribution_rows import head_name, key_name, query_name, remark, row_of
 from attnflow.report.audit import LISTED, effort, strips_of
 from attnflow.report.bias import table_of
 from attnflow.report.charts import Array
@@ -144,7 +143,7 @@ class ModelSession:
         note = ABLATED if ablate else ""
         if ablate or position != trace.positions[-1]:  # of the last token alone `trace` names what all entries push
             try:
-                here = self._fired(loaded, message, progress, positions=(position,), ablate=ablate)
+                here = self._fired(loaded, message, progress, position=(position,), ablate=ablate)
             except UnsupportedArchitecture as error:
                 note = f"No entry is taken out: {error}."
         return {
@@ -163,7 +162,7 @@ class ModelSession:
         strongest = trace.fired(position, count=1)
         if "entry" not in message and strongest:
             one = strongest[0]
-            message = {**message, "entry": one.entry, "layer": one.layer, "head": one.head}
+            message = {**message, "entry": one.entry, "layer": one.reader, "head": one.head}
         model, one, place = self._place(loaded, message, progress)
         return entries.described(self._report(model, one, **place), trace, position)
 
@@ -298,8 +297,8 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
         "keys": list(found.keys),
         "key": found.keys[at],
         "weights": table(found.weights),
-        "sides": [_brief(name) for name in found.components],
-        "columns": [_brief(name) for name in found.key_components],
+        "sides": [name.brief for name in found.components],
+        "columns": [name.brief for name in found.key_components],
         "table": table(centred.terms[at]),
         **_terms(found, raw.terms[at], centred.terms[at]),
         "constants": [
@@ -308,7 +307,7 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
             if raw.constants[name].any()
         ],
         "sum": numbers(raw=float(raw.scores[at]), centred=above),
-        "verdict": f"In head {head} of layer {found.layer}, {query_name(found)} gives {share} of its attention to "
+        "verdict": f"In {head_name(found, head)}, {query_name(found)} gives {share} of its attention to "
         f"{key_name(found, at)}: the score is {abs(above):.3g} {'above' if above >= 0 else 'below'} the mean of the "
         "row.",
         "remark": remark(found, centred),
@@ -316,12 +315,6 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
         "range. A centred term is the term less its mean over the row, weighted by attention, because softmax ignores "
         "what all keys of a row share.",
     }
-
-
-def _brief(name: ComponentName) -> str:
-    """ "11 ffn" for layer 11 feed-forward: the side of a map has little room."""
-    kind = "" if name.layer is None else name.kind.replace("feed-forward", "ffn").replace("attention", "attn")
-    return f"{name.place.removeprefix('layer ')} {kind}".strip()
 
 
 def _terms(found: ScoreAttribution, raw: Array, centred: Array) -> Reply:

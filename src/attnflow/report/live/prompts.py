@@ -12,7 +12,7 @@ import torch
 
 from attnflow import audit, explain, geometry
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow._core.markup import token_label
+from attnflow._core.markup import part_name, token_label
 from attnflow._core.plain import as_integer, as_list, as_object, as_text
 from attnflow._core.progress import Progress
 from attnflow.explain.answering import AnswerReading
@@ -234,9 +234,10 @@ def _entry_of(found: Explanation, message: Message) -> Source:
     place = tuple(as_integer(message.get(name), name) for name in ("layer", "entry", "position"))
     half = as_text(message.get("half", ""), "half")
     for source in found.entries:
-        if (source.layer, source.entry, source.position) == place and source.half == half:
+        if (source.layer, source.neuron, source.position) == place and source.half == half:
             return source
-    raise ValueError(f"L{place[0]}N{place[1]} at token {place[2]} is not among the strongest entries of this answer")
+    name = part_name(place[0], "neuron", place[1])
+    raise ValueError(f"{name} at token {place[2]} is not among the strongest entries of this answer")
 
 
 def _token_at(found: Explanation, source: Source) -> str:
@@ -251,7 +252,8 @@ def _line(edge: Edge) -> Reply:
 
 def _entry(found: Explanation, source: Source) -> Reply:
     values = numbers(activation=source.activation, carried=source.carried, effect=source.effect)
-    place = {name: getattr(source, name) for name in ("name", "layer", "entry", "position", "half", "text")}
+    place = {name: getattr(source, name) for name in ("name", "layer", "neuron", "position", "half", "text")}
+    place["entry"] = source.neuron  # as the page asks for it
     return {**place, **values, "token": _token_at(found, source), "promotes": labels(source.promotes)}
 
 
