@@ -50,7 +50,7 @@ def traced(provider: str, n: int) -> Callable[[], object]:
     if provider == "forward":
         return lambda: forward(model, n)
     converted = model if provider == "plain" else knowledge.from_ffn(model)
-    return lambda: knowledge.trace(converted, {"input_ids": tokens(n)}, positions=-1)
+    return lambda: knowledge.trace(converted, {"input_ids": tokens(n)}, position=-1)
 
 
 def cases(device: str) -> list[Case]:

@@ -61,7 +61,7 @@ def _tiny_trace() -> Any:
     from tests.models import tiny
 
     model = af.knowledge.from_ffn(tiny("Llama", torch.float32))
-    return af.knowledge.trace(model, [5, 6, 7], targets=9)
+    return af.knowledge.trace(model, [5, 6, 7], answer=9)
 
 
 def _tiny_entry() -> Any:

@@ -97,7 +97,7 @@ assert len(understood) == 3
 # direct effects on its logit.
 
 # %%
-trace = af.knowledge.trace(model, spain, positions=-1, tokenizer=tokenizer)
+trace = af.knowledge.trace(model, spain, position=-1, tokenizer=tokenizer)
 print(trace.summary())
 af.report.figure(trace, picture="entries")
 

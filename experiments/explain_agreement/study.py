@@ -144,13 +144,13 @@ def direct_entries(converted: Loaded, prompt: Prompt, entries: Sequence[Source],
     """The direct effects that a trace gives; of entries at other tokens than the last, none."""
     top = int(cast(Any, converted.model).knowledge.counts.max())
     traced = trace(
-        converted, prompt.text, positions=-1, top=top, by="direct", targets=prompt.answer, against=prompt.against,
+        converted, prompt.text, position=-1, top=top, by="direct", answer=prompt.answer, against=prompt.against,
         promoted=0,
     )  # fmt: skip
     table: dict[tuple[int | None, int | None, int | None], float] = {}
     for layer in traced:
         effects = cast(Tensor, layer.direct_effects)[0].tolist()
-        table |= {(last, layer.block, n): e for n, e in zip(layer.neurons[0].tolist(), effects, strict=True)}
+        table |= {(last, layer.layer, n): e for n, e in zip(layer.neurons[0].tolist(), effects, strict=True)}
     return [table.get((entry.position, entry.layer, entry.neuron), 0.0) for entry in entries]
 
 

@@ -105,7 +105,7 @@ def choose(model: nn.Module, ids: Sequence[int], answer: int, count: int, seed: 
 
     The random ones are as many of each layer as the first, in an order that goes through the layers likewise.
     """
-    everything = trace(model, ids, positions=-1, top=_largest_layer(model), targets=answer, promoted=0)
+    everything = trace(model, ids, position=-1, top=_largest_layer(model), answer=answer, promoted=0)
     table = {
         name: torch.cat([cast(Tensor, getattr(one, name))[0] for one in everything])
         for name in ("ids", "weights", "norms", "effects")

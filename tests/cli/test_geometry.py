@@ -153,7 +153,7 @@ WORDS = "I the of my I"
 
 
 def test_why_lists_the_leading_terms_and_they_sum_to_the_score(run: Callable, tiny_model: str) -> None:
-    out = run.ok("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "2", "--count", "3")
+    out = run.ok("geometry", "attribute", tiny_model, WORDS, "--layer", "1", "--head", "2", "--count", "3")
     assert max(map(len, out.splitlines()[1:])) <= 80
     assert not any(line != line.rstrip() for line in out.splitlines())
     found = af.geometry.attribute(af.load_model(tiny_model), WORDS, 1, 2)
@@ -172,7 +172,7 @@ def test_why_lists_the_leading_terms_and_they_sum_to_the_score(run: Callable, ti
 
 
 def test_why_in_json_is_what_the_library_says(run: Callable, tiny_model: str) -> None:
-    out = run("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "0", "--query", "2", "--json").out
+    out = run("geometry", "attribute", tiny_model, WORDS, "--layer", "1", "--head", "0", "--query", "2", "--json").out
     back = ScoreAttribution.from_json(out)
     found = af.geometry.attribute(af.load_model(tiny_model), WORDS, 1, 0, 2)
     assert torch.equal(back.raw, found.raw)
@@ -181,26 +181,26 @@ def test_why_in_json_is_what_the_library_says(run: Callable, tiny_model: str) ->
 
 def test_why_reads_the_text_from_stdin(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--layer", "1", "--head", "0", "--json")
-    expected = run("geometry", "why", tiny_model, WORDS, *words).out
+    expected = run("geometry", "attribute", tiny_model, WORDS, *words).out
     monkeypatch.setattr("sys.stdin", io.StringIO(WORDS + "\n"))
-    assert run("geometry", "why", tiny_model, "-", *words).out == expected
+    assert run("geometry", "attribute", tiny_model, "-", *words).out == expected
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert "the text is empty" in run("geometry", "why", tiny_model, "-", *words).err
+    assert "the text is empty" in run("geometry", "attribute", tiny_model, "-", *words).err
 
 
 def test_why_chooses_the_head_that_looks_at_another_token(run: Callable, tiny_model: str) -> None:
-    out = run.ok("geometry", "why", tiny_model, WORDS, "--layer", "0")
+    out = run.ok("geometry", "attribute", tiny_model, WORDS, "--layer", "0")
     weights = af.geometry.attribute(af.load_model(tiny_model), WORDS, 0).weights
     best = int(weights[:, 1:-1].amax(1).argmax())
     other = 1 + int(weights[best, 1:-1].argmax())
     words = "which has the most weight on a token besides the first and the query: “"
-    assert out.startswith(f"{tiny_model}, L0H{best}, {words}")
+    assert out.startswith(f"{tiny_model}, layer 0 head {best}, {words}")
     assert out.splitlines()[0].endswith(f"” ({other})")
 
 
 def test_why_of_a_key_raw_and_by_ids(run: Callable, tiny_model: str) -> None:
     words = ("--layer", "1", "--head", "1", "--key", "1", "--raw")
-    out = run.ok("geometry", "why", tiny_model, "--ids", "5,6,7", *words)
+    out = run.ok("geometry", "attribute", tiny_model, "--ids", "5,6,7", *words)
     found = af.geometry.attribute(af.load_model(tiny_model), [5, 6, 7], 1, 1)
     assert "looks at “6” (1)" in out
     assert "centred" not in out
@@ -216,14 +216,14 @@ def test_why_lists_the_key_that_is_explained_beside_the_largest(run: Callable, t
     found = af.geometry.attribute(af.load_model(tiny_model), WORDS, 1, 1)
     least = int(found.weights.argmin())
     out = run(
-        "geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "1", "--key", str(least), "--count", "1"
+        "geometry", "attribute", tiny_model, WORDS, "--layer", "1", "--head", "1", "--key", str(least), "--count", "1"
     ).out
     rows = out.split("above mean\n")[1].split("\n\n")[0].splitlines()
     assert [int(row.split()[0]) for row in rows] == [int(found.weights.argmax()), least]
 
 
 def test_why_of_a_query_with_one_key_says_that_there_is_nothing_to_explain(run: Callable, tiny_model: str) -> None:
-    words = ("geometry", "why", tiny_model, WORDS, "--layer", "1", "--query", "0")
+    words = ("geometry", "attribute", tiny_model, WORDS, "--layer", "1", "--query", "0")
     out = run(*words).out
     assert "The query can attend to no other token, so that this weight is 1 whatever the score." in out
     assert "×" not in out
@@ -232,7 +232,7 @@ def test_why_of_a_query_with_one_key_says_that_there_is_nothing_to_explain(run: 
 
 
 def test_why_advises_another_key_where_one_has_nearly_all_of_the_weight(run: Callable, tiny_model: str) -> None:
-    words = ("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "1")
+    words = ("geometry", "attribute", tiny_model, WORDS, "--layer", "1", "--head", "1")
     module = sys.modules["attnflow.report.attribution_rows"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_MOST", 0.0)
@@ -251,14 +251,14 @@ def test_a_typo_in_the_name_of_a_command_is_not_read_as_a_model(run: Callable, t
 
 
 def test_why_of_cross_attention(run: Callable, t5: str) -> None:
-    out = run.ok("geometry", "why", t5, "--ids", "5,6,7", "--layer", "1", "--attention", "cross")
+    out = run.ok("geometry", "attribute", t5, "--ids", "5,6,7", "--layer", "1", "--attention", "cross")
     assert "encoder" in out
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".html", ".csv", ".json"])
 def test_why_writes_files(run: Callable, tiny_model: str, tmp_path: Path, suffix: str) -> None:
     target = tmp_path / f"why{suffix}"
-    out = run.ok("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "2", "-o", str(target))
+    out = run.ok("geometry", "attribute", tiny_model, WORDS, "--layer", "1", "--head", "2", "-o", str(target))
     assert f"written: {target}" in out
     assert target.stat().st_size > 200
 
@@ -266,7 +266,7 @@ def test_why_writes_files(run: Callable, tiny_model: str, tmp_path: Path, suffix
 def test_why_writes_a_page_about_the_key_that_is_asked_for(run: Callable, tiny_model: str, tmp_path: Path) -> None:
     target = tmp_path / "why.html"
     words = ("--layer", "1", "--head", "2", "--key", "1", "--raw", "-o", str(target))
-    assert run("geometry", "why", tiny_model, WORDS, *words).code == 0
+    assert run("geometry", "attribute", tiny_model, WORDS, *words).code == 0
     text = target.read_text("utf-8")
     assert "(1) with weight" in text
     assert "less its mean" not in text

@@ -17,7 +17,7 @@ def test_text(run, tiny_model):
     lines = out.splitlines()
     assert lines[0] == tiny_model
     assert lines[1] == f"prompt {TEXT}"
-    assert lines[2].startswith("token thy at position 5, target ")
+    assert lines[2].startswith("token thy (5), answer ")
     assert lines[3].endswith("of 96 entries are active")
     assert lines[5].split()[:3] == ["token", "entry", "id"]
     assert len(lines) == 6 + 3
@@ -25,11 +25,11 @@ def test_text(run, tiny_model):
 
 
 def test_json(run, tiny_model):
-    arguments = ("--position", "2", "--target", "my", "--layer", "1", "--count", "4", "--json")
+    arguments = ("--position", "2", "--answer", "my", "--layer", "1", "--count", "4", "--json")
     found = Trace.from_json(run("knowledge", "trace", tiny_model, TEXT, *arguments).out)
     assert found.model == tiny_model
     assert "".join(found.tokens) == TEXT
-    assert set(found.targets) == {"my"}
+    assert set(found.answers) == {"my"}
     assert [one.layer for one in found] == [0, 1]
     assert found.layer(1).num_entries == 48
     entries = found.fired(2, layer=1, count=4)

@@ -34,7 +34,7 @@ COMMANDS = [
     "geometry TINY nope",
     "geometry TINY --per-head",
     "geometry TINY --attention cross",
-    "geometry why TINY 'I the of thy' --layer 1",
+    "geometry attribute TINY 'I the of thy' --layer 1",
     "bias show TINY --bias BIAS --text 'I the of thy'",
     "knowledge build store TINY",
     "knowledge trace TINY 'I the of thy'",

@@ -72,9 +72,9 @@ def same(before, after) -> bool:
 
 
 def of_integers():
-    counts = {"layer": 3, "head": 4, "query": 9, "keys": 9}
+    counts = {"layer": 3, "head": 4, "query": 9, "key": 9}
     for name, count in counts.items():
-        words = "each of keys" if name == "keys" else name
+        words = name
         for value in (count, 10**30):
             yield f"{name} {value}", {name: value}, ValueError, f"{words} must be at most {count - 1}, got {value}"
         yield f"{name} too low", {name: -count - 1}, ValueError, f"{words} must be at least {-count}"
@@ -90,8 +90,8 @@ ARGUMENTS = {
     **{what: rest for what, *rest in of_integers()},
     "no layer": ({"layer": None}, TypeError, "layer must be an integer, got None"),
     "no query": ({"query": None}, TypeError, "query must be an integer, got None"),
-    "no keys": ({"keys": []}, ValueError, "keys must list positions that the query may attend to"),
-    "a later key": ({"query": 3, "keys": [2, 5]}, ValueError, "may attend to, [0, 1, 2, 3], got [5]"),
+    "no keys": ({"key": []}, ValueError, "key must list positions that the query may attend to"),
+    "a later key": ({"query": 3, "key": [2, 5]}, ValueError, "may attend to, [0, 1, 2, 3], got [5]"),
     "other attention": ({"attention": "both"}, ValueError, '"self" or "cross", got \'both\''),
     "cross-attention of a decoder": ({"attention": "cross"}, UNSUPPORTED, "LlamaForCausalLM has no cross-attention"),
     "a text": ({"inputs": "a text"}, ValueError, "a text needs a tokenizer"),
@@ -295,7 +295,7 @@ def test_inputs_in_other_forms(what):
 
 @pytest.mark.parametrize("keys", [3, -6, torch.tensor(3), (3,), range(3, 4), [3, 5]])
 def test_chosen_keys(keys):
-    result = af.geometry.attribute(_shared(), IDS, layer=2, head=1, keys=keys)
+    result = af.geometry.attribute(_shared(), IDS, layer=2, head=1, key=keys)
     assert result.keys == ((3, 5) if keys == [3, 5] else (3,))
     torch.testing.assert_close(result.centred, plain().centred[1, list(result.keys)], atol=1e-12, rtol=0)
 

@@ -105,7 +105,7 @@ def test_centred_terms_are_derivatives(what):
     model, inputs, whole = case(what)
     torch.testing.assert_close(weights(model, inputs, whole), whole.weights, atol=1e-12, rtol=1e-10)
     assert not any(one.requires_grad for one in (whole.raw, whole.weights, whole.expected, *whole.constants.values()))
-    some = af.geometry.attribute(model, inputs, layer=-1, head=HEAD, query=QUERY, keys=[-5, 3])
+    some = af.geometry.attribute(model, inputs, layer=-1, head=HEAD, query=QUERY, key=[-5, 3])
     columns = [whole.keys.index(key) for key in some.keys]
     places = {(term.query_component, term.key_component) for term in whole.top(3)}
     for first, second in sorted({*places, (whole.components[0], whole.key_components[-1])}, key=str):

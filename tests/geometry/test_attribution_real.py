@@ -23,7 +23,7 @@ def test_every_head_of_a_layer_adds_up(name):
     assert ((whole.raw.sum((-1, -2)) + whole.constant - whole.scores).abs() <= 1e-5 * span).all()
     assert whole.error < 1e-5
     middle = whole.query // 2
-    some = af.geometry.attribute(loaded, TEXT, layer, head=1, query=middle, keys=[2, middle, 4])
+    some = af.geometry.attribute(loaded, TEXT, layer, head=1, query=middle, key=[2, middle, 4])
     assert some.keys == (2, middle, 4)
     model = loaded.model
     model.set_attn_implementation("eager")

@@ -87,10 +87,10 @@ VALUES = [
     (lambda _: config(threshold="constant"), "threshold must be one of 'mlp', 'coordinate', got 'constant'"),
     (lambda _: knowledge.edit(model(), {"prompt": "a"}), "edit needs the model's tokenizer: pass what af.load_model"),
     (
-        lambda _: knowledge.trace(model(), [1, 2], targets=[1]),
-        "expected one target, or one for each of the 2 positions,",
+        lambda _: knowledge.trace(model(), [1, 2], answer=[1]),
+        "expected one answer, or one for each of the 2 positions,",
     ),
-    (lambda _: knowledge.trace(model(), [1, 2], positions=2), "positions must be from -2 to 1 for 2 tokens, got [2]"),
+    (lambda _: knowledge.trace(model(), [1, 2], position=2), "position must be from -2 to 1 for 2 tokens, got [2]"),
     (lambda _: knowledge.to_ffn(model()), "ModularForCausalLM reads no knowledge base: convert it"),
     (lambda _: knowledge.to_ffn(tiny("Llama")), "LlamaForCausalLM reads no knowledge base: convert it"),
     (lambda _: knowledge.from_ffn(converted()), "LlamaForCausalLM reads a knowledge base already"),

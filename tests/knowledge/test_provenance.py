@@ -60,7 +60,7 @@ def test_csv_has_a_line_for_each_entry_that_fired(tmp_path):
             assert torch.tensor(float(row[name])) == table[2, place]
         assert float(row["effect"]) == pytest.approx(float(one.effects[2, place]), rel=1e-8)
     assert mine[0]["text"] == 'Paris | is,↵"big"'
-    assert mine[0]["target"] == "↵"
+    assert mine[0]["answer"] == "↵"
     plain = list(csv.DictReader(io.StringIO(made(False).to_csv())))
     assert {row["effect"] for row in plain} == {""}
 

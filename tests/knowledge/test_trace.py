@@ -87,9 +87,9 @@ def test_direct_effects_sum_to_the_logit(name):
     _, logits = watched(model, ids)
     found = trace(model, ids, top=10_000)
     assert found.without == ""
-    assert found.target_ids == (*ids[0, 1:].tolist(), int(logits[0, -1].argmax()))
+    assert found.answer_ids == (*ids[0, 1:].tolist(), int(logits[0, -1].argmax()))
     centred = logits[0] - logits[0].mean(dim=-1, keepdim=True)
-    expected = centred[torch.arange(7), list(found.target_ids)]
+    expected = centred[torch.arange(7), list(found.answer_ids)]
     # RMS norms of transformers compute in float32 whatever they are given.
     close = {"rtol": 1e-11, "atol": 1e-11} if name in PLAIN else {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(found.logits, expected, rtol=1e-11, atol=1e-11)
@@ -122,7 +122,7 @@ def test_scores_thresholds_and_weights_are_those_of_the_layer():
 
 def brute_force(model, ids, by):
     """[(size, layer, id, head)] of every entry at the last token, the largest first: each contribution by itself."""
-    every = trace(model, ids, top=10_000, positions=-1)
+    every = trace(model, ids, top=10_000, position=-1)
     sizes = []
     for one in every:
         table = {"effect": one.effects, "direct": one.direct_effects, "norm": one.norms}[by].abs()
@@ -171,7 +171,7 @@ def test_unread_entries_are_not_kept():
 def test_some_positions():
     model = made("OPT")  # flattens the tokens of a batch
     ids = tokens(1, 6)
-    some, every = (trace(model, ids, positions=places, by="norm") for places in ([1, -1], None))
+    some, every = (trace(model, ids, position=places, by="norm") for places in ([1, -1], None))
     assert some.positions == (1, 5)
     for one, other in zip(some, every, strict=True):
         assert torch.equal(one.ids, other.ids[[1, 5]])
@@ -207,7 +207,7 @@ def test_norms_after_layers_and_models_without_logits():
 
 def test_promoted_tokens_are_those_of_the_value_read_by_the_unembedding():
     model, ids = made("Llama"), tokens(1, 6)
-    found = trace(model, ids, positions=-1, top=8, promoted=5)
+    found = trace(model, ids, position=-1, top=8, promoted=5)
     assert len(found.promoted) == 5
     strongest = {(one.layer, one.entry, one.head) for one in found.fired(count=5)}
     assert {(one.layer, one.entry, one.head) for one in found.promoted} == strongest
@@ -226,30 +226,30 @@ def test_promoted_tokens_are_those_of_the_value_read_by_the_unembedding():
     assert trace(model, ids, promoted=0).promoted == ()
 
 
-def test_texts_tokens_and_targets():
+def test_texts_tokens_and_answers():
     model, tokenizer = made("Llama"), word_tokenizer(["[UNK]", *(f"w{i}" for i in range(49))])
     loaded = Loaded(model, tokenizer)
-    found = trace(loaded, "w4 w5 w6", targets="w9", top=48)
+    found = trace(loaded, "w4 w5 w6", answer="w9", top=48)
     assert found.tokens == ("w4", " w5", " w6")
     assert found.prompt == "w4 w5 w6"
-    assert found.targets == ("w9",) * 3
-    listed = trace(loaded, "w4 w5 w6", targets=["w9", 3, "w1"])
-    assert listed.target_ids == (10, 3, 2)
-    with pytest.raises(ValueError, match="one target, or one for each of the 3 positions, got 2"):
-        trace(loaded, "w4 w5 w6", targets=[1, 2])
+    assert found.answers == ("w9",) * 3
+    listed = trace(loaded, "w4 w5 w6", answer=["w9", 3, "w1"])
+    assert listed.answer_ids == (10, 3, 2)
+    with pytest.raises(ValueError, match="one answer, or one for each of the 3 positions, got 2"):
+        trace(loaded, "w4 w5 w6", answer=[1, 2])
     with pytest.raises(ValueError, match="expected one token, but 'w1 w2' is 2"):
-        trace(loaded, "w4 w5 w6", targets="w1 w2", positions=-1)
+        trace(loaded, "w4 w5 w6", answer="w1 w2", position=-1)
     with pytest.raises(ValueError, match="needs a tokenizer"):
-        trace(model, [5, 6], targets="w1")
+        trace(model, [5, 6], answer="w1")
     with pytest.raises(ValueError, match="in \\[0, 50\\)"):
-        trace(model, [5, 6], targets=50)
+        trace(model, [5, 6], answer=50)
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "Gemma2", "Olmo2", "OPT", "gated", "heads"])
 def test_an_effect_is_the_derivative_by_the_size_of_the_value(name):
     """By finite differences: what an entry wrote is scaled by 1 + h and 1 - h in the layer's output."""
     model, ids = made(name), tokens(1, 6)
-    found = trace(model, ids, positions=[2, -1], targets=[7, 9], against=[3, 4], top=40)
+    found = trace(model, ids, position=[2, -1], answer=[7, 9], against=[3, 4], top=40)
     every, step = {reader.layer: reader for reader in readers(model)}, 1e-2
 
     def value(entry, factor):
@@ -275,17 +275,17 @@ def test_an_effect_is_the_derivative_by_the_size_of_the_value(name):
 
 def test_several_tokens_count_as_one_answer():
     model, tokenizer = made("Llama"), word_tokenizer(["[UNK]", *(f"w{i}" for i in range(49))])
-    found = trace(Loaded(model, tokenizer), "w4 w5 w6", targets="w1 w2")
+    found = trace(Loaded(model, tokenizer), "w4 w5 w6", answer="w1 w2")
     assert found.positions == (2, 3)
-    assert found.targets == ("w1", "w2")
+    assert found.answers == ("w1", "w2")
     chances = model(torch.tensor([[5, 6, 7, 2]])).logits[0, 2:].softmax(-1).detach()
     torch.testing.assert_close(found.probabilities, chances[[0, 1], [2, 3]], rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="several tokens is not ablated"):
-        trace(Loaded(model, tokenizer), "w4 w5 w6", targets="w1 w2", ablate=2)
+        trace(Loaded(model, tokenizer), "w4 w5 w6", answer="w1 w2", ablate=2)
 
 
 def test_entries_are_named_by_layer_and_number_within_it():
-    found = trace(made("Llama"), tokens(1, 4), positions=-1, top=48)
+    found = trace(made("Llama"), tokens(1, 4), position=-1, top=48)
     for entry in found.fired():
         assert entry.name == f"L{entry.layer}N{entry.entry - 48 * entry.layer}"
     assert found.fired(count=1)[0].name in repr(found)
@@ -353,7 +353,7 @@ def test_effects_are_on_the_logits_that_the_model_returns(name, scale):
     ids = torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         logits = opened(ids).logits[0]
-    found = trace(opened, ids, targets=7)
+    found = trace(opened, ids, answer=7)
     torch.testing.assert_close(found.logits, logits[:, 7] - logits.mean(dim=-1))
     torch.testing.assert_close(total_effect(found), found.logits)
 
@@ -379,10 +379,10 @@ def test_entries_that_write_a_token_are_those_whose_values_point_to_it(name):
 
 def test_against_is_a_token_and_gradients_may_be_off():
     model = tiny("Llama")
-    wanted = trace(model, [5, 6, 7], targets=8, against=9)
+    wanted = trace(model, [5, 6, 7], answer=8, against=9)
     with torch.inference_mode():
-        found = trace(model, [5, 6, 7], targets=8, against=9)
+        found = trace(model, [5, 6, 7], answer=8, against=9)
     assert found.layer(0).effects.equal(wanted.layer(0).effects)
     for against, kind in ((50, ValueError), (-1, ValueError), (True, TypeError)):
         with pytest.raises(kind, match="against must be"):
-            trace(model, [5, 6, 7], targets=8, against=against)
+            trace(model, [5, 6, 7], answer=8, against=against)

@@ -17,8 +17,8 @@ def test_a_batched_ablation_is_one_entry_after_the_other(name):
     """Each leading entry, also of a padded text, by a model of which only that entry is zeroed."""
     model, ids = made(name), tokens(1, 7)
     inputs = {"input_ids": ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1]])}
-    found = trace(model, inputs, positions=[4, -1], top=6, ablate=5)
-    plain = trace(model, inputs, positions=[4, -1], top=6)
+    found = trace(model, inputs, position=[4, -1], top=6, ablate=5)
+    plain = trace(model, inputs, position=[4, -1], top=6)
     for one, other in zip(found, plain, strict=True):
         assert torch.equal(one.ids, other.ids)
         assert torch.equal(one.effects, other.effects)
@@ -27,7 +27,7 @@ def test_a_batched_ablation_is_one_entry_after_the_other(name):
     every = {reader.layer: reader for reader in readers(model)}
     for row, position in enumerate((4, 6)):
         before = model(**inputs).logits[0, position].detach()
-        target = found.target_ids[row]
+        target = found.answer_ids[row]
         torch.testing.assert_close(found.probabilities[row], before.softmax(-1)[target], rtol=1e-6, atol=1e-9)
         tried = [one for one in found.fired(position) if one.ablated_effect is not None]
         assert tried == found.fired(position, count=5)
@@ -46,14 +46,14 @@ def test_a_batched_ablation_is_one_entry_after_the_other(name):
 @pytest.mark.parametrize("name", ["Gemma2", "Olmo2"])
 def test_models_without_direct_effects_can_be_ablated(name):
     model, ids = made(name), tokens(1, 5)
-    found = trace(model, ids, targets=7, positions=-1, ablate=3)
+    found = trace(model, ids, answer=7, position=-1, ablate=3)
     assert found.without
-    assert found.target_ids == (7,)
+    assert found.answer_ids == (7,)
     logits = model(input_ids=ids).logits[0, -1].detach()
     assert float(found.logits[0]) == pytest.approx(float(logits[7] - logits.mean()), rel=1e-6)
     assert [one.ablated_effect is None for one in found.fired(-1, count=4)] == [False, False, False, True]
     assert all(one.direct_effect is None for one in found.fired())
-    assert trace(model, ids, ablate=1).target_ids == (*ids[0, 1:].tolist(), int(logits.argmax()))
+    assert trace(model, ids, ablate=1).answer_ids == (*ids[0, 1:].tolist(), int(logits.argmax()))
     encoder = af.knowledge.from_ffn(tiny("Bert"))
     with pytest.raises(UnsupportedArchitecture, match="no logits that an ablation could change"):
         trace(encoder, ids, ablate=1)

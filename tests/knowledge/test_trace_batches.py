@@ -63,12 +63,12 @@ def test_a_list_of_texts_with_what_is_asked_of_each():
     model, tokenizer = made("Llama"), word_tokenizer(["[UNK]", *WORDS])
     loaded = Loaded(model, tokenizer)
     texts, targets = ["w5 w7 w9", "w2 w3", "w8 w1 w4 w6"], ["w3", ["w4", "w5"], "w9 w10"]
-    found = trace(loaded, texts, targets=targets, against=["w1", ["w2", "w3"], None], positions=[-1, [0, 1], None])
+    found = trace(loaded, texts, answer=targets, against=["w1", ["w2", "w3"], None], position=[-1, [0, 1], None])
     alone = [("w3", "w1", -1), (["w4", "w5"], ["w2", "w3"], [0, 1]), ("w9 w10", None, None)]
     for one, text, (wanted, others, places) in zip(found, texts, alone, strict=True):
-        assert_same(one, trace(loaded, text, targets=wanted, against=others, positions=places))
-    assert found[2].targets == ("w9", "w10")  # the tokens of one answer
-    assert [one.positions for one in trace(loaded, texts, positions=-1)] == [(2,), (1,), (3,)]
+        assert_same(one, trace(loaded, text, answer=wanted, against=others, position=places))
+    assert found[2].answers == ("w9", "w10")  # the tokens of one answer
+    assert [one.positions for one in trace(loaded, texts, position=-1)] == [(2,), (1,), (3,)]
     (single,) = trace(loaded, ["w5 w7 w9"])
     assert_same(single, trace(loaded, "w5 w7 w9"))
     named = [dict(tokenizer(text, return_tensors="pt")) for text in texts]
@@ -90,7 +90,7 @@ def test_a_model_is_converted_once_for_all(monkeypatch):
     [
         ({"attention_mask": torch.tensor([[1] * 6, [0] * 6])}, {}, "prompt 1 is all padding"),
         ({"attention_mask": torch.ones(2, 1, 6, 6)}, {}, r"\[prompts, tokens\], got attention_mask of \[2, 1, 6, 6\]"),
-        ({}, {"targets": [3, 4, 5]}, r"a list of one for each of the 2, got \[3, 4, 5\]"),
+        ({}, {"answer": [3, 4, 5]}, r"a list of one for each of the 2, got \[3, 4, 5\]"),
         ({}, {"positions": [[0]]}, "a list of one for each of the 2"),
         ({}, {"positions": 6}, "positions must be from -6 to 5"),
     ],

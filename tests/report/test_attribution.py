@@ -279,7 +279,7 @@ def test_the_section_names_its_head_query_and_key_on_a_page_of_many_parts():
     result = made()
     lead = page(result).sections[0].body.markup
     row = row_of(result)
-    assert f"In layer 2, head 3, “word4” (4) looks at “word{row.index}” ({row.index}) with weight" in lead
+    assert f"In layer 2 head 3, “word4” (4) looks at “word{row.index}” ({row.index}) with weight" in lead
 
 
 def test_a_part_explains_another_key_and_raw_terms():

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnflow import masks
+from attnflow._core.markup import runs
 from attnflow.order import analyze
 from attnflow.order.hasse import Hasse
 from attnflow.report import figure
 from attnflow.report.hasse_summary import groupings
-from attnflow.report.hasse_svg import runs
 from attnflow.report.layered_layout import place, shelved
 from tests.report.reading import parse_svg, texts, with_class
 from tests.strategies import square_masks

@@ -73,14 +73,14 @@ def test_figure_shows_layers_tokens_and_entries(effects):
     table = [one.direct_effect if effects else one.output_norm for one in found]
     assert torch.equal(torch.tensor(written.images[0].get_array()), torch.stack(table).double())
     strongest = found.fired(-1, count=5)
-    if effects:  # those for the target come first
+    if effects:  # those for the answer come first
         strongest = [*(one for one in strongest if one.effect > 0), *(one for one in strongest if one.effect <= 0)]
     sizes = [one.effect if effects else one.norm for one in strongest]
     assert [patch.get_width() for patch in bars.patches] == pytest.approx(sizes)
     assert [text.get_text() for text in bars.get_yticklabels()] == [one.name for one in strongest]
     for axes in (shares, written):
         assert axes.get_ylim()[0] < axes.get_ylim()[1]  # layers go up
-        assert axes.get_xlabel() == ("token → target" if effects else "token")
+        assert axes.get_xlabel() == ("token → answer" if effects else "token")
         assert axes.get_ylabel() == "layer"
     assert bars.get_ylabel() == "layer · entry"
     assert ("logits" in bars.get_xlabel()) == effects

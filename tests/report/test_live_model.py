@@ -101,7 +101,7 @@ def test_ablated_effects_stand_beside_the_direct_ones(page, network, position):
     heard = []
     reply = ask(page, "trace", heard, text=TEXT, position=position, ablate=4)
     assert "two forward passes, and one of 5 copies of the text" in [what for _, _, what in heard]
-    target, gone = reply["target"], network.model.layers
+    target, gone = reply["answer"], network.model.layers
     with torch.no_grad():
         before = network(torch.tensor([IDS])).logits[0, position]
         for number, entry in enumerate(reply["entries"]):

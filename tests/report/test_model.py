@@ -64,7 +64,7 @@ def test_the_head_that_told_most_is_explained_against_another_token():
     assert names[names.index("why") : names.index("why") + 3] == ["why", "pairs", "received"]
     edge = explain.answer(model, [5, 6, 7, 8]).edges[0]
     why = parse_page(next(section for section in made.sections if section.name == "why").body.markup).text
-    assert f"In layer {edge.layer}, head {edge.head} the query" in why
+    assert f"In layer {edge.layer} head {edge.head} the query" in why
     assert re.search(r"The largest term (for|against) looking there, \S+ logits above “", why)
 
 
@@ -72,7 +72,7 @@ def test_without_an_answer_a_head_two_thirds_up_is_explained():
     made = model_page(tiny("Llama", torch.float32).model, [5, 6, 7, 8], title="mine")  # no logits
     text = parse_page(made.html).text
     assert "Answer: " in text
-    assert "In layer 1, head " in text
+    assert "In layer 1 head " in text
     assert "of its heads, this one has the most weight on a token besides the first" in text
 
 

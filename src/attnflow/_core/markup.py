@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby, pairwise
 from typing import Final
 
 # Control characters are illegal in XML, and a bidirectional override would reorder the text around it.
@@ -111,6 +112,24 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
     ('1 class', '2 layers')
     """
     return f"{grouped(count)} {noun if count == 1 else many or noun + 's'}"
+
+
+def runs(positions: Sequence[int]) -> str:
+    """Ascending positions as text, consecutive ones joined.
+
+    >>> runs([0, 1, 2, 5, 7, 8])
+    '0–2, 5, 7, 8'
+    """
+    steps = {b - a for a, b in pairwise(positions)} if len(positions) > 4 else set[int]()
+    if len(steps) == 1 and steps != {1}:
+        return f"{positions[0]}, {positions[1]}, …, {positions[-1]}"
+    parts: list[str] = []
+    for _, run in groupby(enumerate(positions), lambda item: item[1] - item[0]):
+        numbers = [position for _, position in run]
+        parts += [f"{numbers[0]}–{numbers[-1]}"] if len(numbers) > 2 else map(str, numbers)
+        if len(parts) > 200:
+            return ", ".join(parts) + ", …"
+    return ", ".join(parts)
 
 
 def columns(text: str) -> float:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from attnflow.cli._early import mask_names
 from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def _bounded(form: str) -> tuple[str | None, int | None, int | None]:
 MaskLength = Annotated[int | None, option("--n N>=0", "Number of tokens of the mask (default: 16).")]
 Settings = Annotated[list[str] | None, option("--set NAME=VALUE", "Set a parameter, as in window=4 (repeatable).")]
 OutputOption = Annotated[Path | None, option("--output -o FILE", "Also write to FILE.")]
-FigureOption = Annotated[Path | None, option("--output -o FILE", "Also write .svg, .png, .html, .csv or .json.")]
+FigureOption = Annotated[Path | None, option("--output -o FILE", "Also write .svg, .png, .pdf, .html, .csv or .json.")]
 Answer = Annotated[str | None, option("--answer TOKEN", "Explain this token (default: the most likely).")]
 Against = Annotated[
     list[str] | None, option("--against TOKEN", "Compare with this token (repeatable; default: all tokens).")
@@ -46,14 +47,12 @@ Against = Annotated[
 Text = Annotated[str | None, argument("TEXT", 'The text to read; "-" reads stdin.')]
 Ids = Annotated[str | None, option("--ids LIST", "Token ids in place of TEXT, such as 5,6,7.")]
 
-FIGURES: Final = (".svg", ".png", ".html", ".csv", ".json")
+FIGURES: Final = (".svg", ".png", ".pdf", ".html", ".csv", ".json")
 _DEFAULT_N: Final = 16
 
 
 def is_mask(name: str) -> bool:
-    from attnflow.masks.registry import named_masks
-
-    return name in named_masks()
+    return name in mask_names()
 
 
 def example(name: str) -> str:
@@ -70,19 +69,15 @@ def is_file(name: str) -> bool:
 
 def mask_argument(name: str, n: int | None, texts: Sequence[str], command: str = "mask show") -> Mask:
     """Returns a mask of the catalogue, or of a file with a mask or task; errors show an example of `command`."""
-    from attnflow._core.plain import close_to, read_json
+    settings = require_mask(name, n, texts)
+    from attnflow._core.plain import read_json
     from attnflow.masks.registry import named_masks
     from attnflow.masks.spec import mask_from_dict
 
     if is_file(name):
-        if n is not None or texts:
-            raise BadUsage(f"--n and --set apply only to masks of the catalogue; leave them out, {name} is a file")
         spec = read_json(name)
         return mask_from_dict(spec.get("mask", spec), name)
-    settings, catalogue = settings_from(texts), named_masks()
-    if name not in catalogue:
-        raise BadUsage(f"unknown mask {name!r}{close_to(name, catalogue)} (`attnflow mask list` shows all)")
-    entry, advice = catalogue[name], f"for example: attnflow {command} {name} {example(name)}"
+    entry, advice = named_masks()[name], f"for example: attnflow {command} {name} {example(name)}"
     has_length = any(parameter.name == "n" for parameter in entry.parameters)
     if n is not None and not has_length:
         raise BadUsage(f"{entry.signature} has no parameter n; {advice}")
@@ -94,6 +89,29 @@ def mask_argument(name: str, n: int | None, texts: Sequence[str], command: str =
     except ValueError as error:
         raise BadUsage(f"{error}; {advice}") from None
     return entry.function(**values)
+
+
+def require_mask(name: str, n: int | None = None, texts: Sequence[str] = ()) -> dict[str, str]:
+    """Refuse a name that is no mask of the catalogue and no file, before any import; returns the parsed settings."""
+    from attnflow._core.plain import close_to
+
+    if is_file(name):
+        if n is not None or texts:
+            raise BadUsage(f"--n and --set apply only to masks of the catalogue; leave them out, {name} is a file")
+        if name != "-" and not Path(name).expanduser().exists():
+            raise BadUsage(f"cannot read {name}: no such file")
+    elif not is_mask(name):
+        raise BadUsage(f"unknown mask {name!r}{close_to(name, mask_names())} (`attnflow mask list` shows all)")
+    return settings_from(texts)
+
+
+def one_of(name: str, names: Sequence[str], what: str) -> None:
+    """Refuse, before any import, a name that is not among those that a command takes."""
+    from attnflow._core.plain import close_to
+
+    if name not in names:
+        hint = close_to(name, names) or f"; known: {', '.join(sorted(names))}"
+        raise BadUsage(f"unknown {what} {name!r}{hint}")
 
 
 def settings_from(texts: Iterable[str], option: str = "--set") -> dict[str, str]:
@@ -156,15 +174,14 @@ def require(name: str) -> None:
 def require_model(name: str, with_settings: bool) -> None:
     """Reports a typo in `name` at once; it may be a mask or a model, and only masks take settings."""
     from attnflow._core.plain import close_to
-    from attnflow.masks.registry import named_masks
     from attnflow.models.loading.names import MODELS
 
     if with_settings:
-        raise BadUsage(f"--n and --set apply only to masks; {name!r} is not one{close_to(name, named_masks())}")
+        raise BadUsage(f"--n and --set apply only to masks; {name!r} is not one{close_to(name, mask_names())}")
     try:
         require(name)
     except BadUsage as error:
-        near = close_to(name, [*named_masks(), *MODELS]) if "/" not in name else ""
+        near = close_to(name, [*mask_names(), *MODELS]) if "/" not in name else ""
         message = f"found no mask, model, file or folder {name!r}{near}"
         raise BadUsage(message if near else f"{error}; `attnflow mask list` lists the masks") from error
 

@@ -134,10 +134,10 @@ def working(title: str) -> Reporter:
 
 
 def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
-    """Refuses, before the work, a file that cannot be written; `chart` is what .svg or .png draw with matplotlib."""
+    """Refuses, before the work, a file that cannot be written; `chart` is what a picture draws with matplotlib."""
     if path.suffix.lower() not in suffixes:
         raise BadUsage(f"cannot write {path}: the name must end in {' or '.join(suffixes)}, got {path.suffix!r}")
-    if chart and path.suffix.lower() in (".svg", ".png") and find_spec("matplotlib") is None:
+    if chart and path.suffix.lower() in (".svg", ".png", ".pdf") and find_spec("matplotlib") is None:
         raise MissingExtra("matplotlib", "report", chart)
     loop = f"cannot write {path}: its symbolic links form a loop"
     try:

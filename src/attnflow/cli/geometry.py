@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from attnflow._core.markup import aligned, part_name, plural, token_label
 from attnflow.cli import _arguments as arguments
 from attnflow.cli._arguments import FIGURES, FigureOption, Ids, Text, argument, option
+from attnflow.cli._early import require_place
 from attnflow.cli._output import BadUsage, JsonFlag, complain, console, output_path, say, show, working, write
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class _ScoreByDefault(TyperGroup):
         return super().parse_args(ctx, args if named else ["score", *args])
 
 
-_HELP: Final = """Geometry of attention: score (the default), why.
+_HELP: Final = """Geometry of attention: score (the default), attribute.
 
 `attnflow geometry MODEL` is short for `attnflow geometry score MODEL`."""
 
@@ -71,7 +72,7 @@ def geometry_score(
     the exit code is then 1, or 2 if no model could be scored.
     """
     target = None if output is None else output_path(output, FIGURES, "scores as a figure")
-    drawn = target is not None and target.suffix.lower() in (".svg", ".png")
+    drawn = target is not None and target.suffix.lower() in (".svg", ".png", ".pdf")
     if drawn and picture == "heads" and len(set(models)) > 1:
         raise BadUsage(f"--picture heads shows one model, got {len(set(models))}: write .html to see them all")
     models = models if shard is None else _part(list(dict.fromkeys(models)), shard)
@@ -113,8 +114,8 @@ def _part(models: list[str], shard: str) -> list[str]:
     return part
 
 
-@app.command("why")
-def geometry_why(
+@app.command("attribute")
+def geometry_attribute(
     model: Annotated[str, argument("MODEL", "smollm2-135m, minilm, a folder, a file or a hub id.")],
     layer: Annotated[int, option("--layer N>=0", "The layer of the head.")],
     text: Text = None,
@@ -139,6 +140,7 @@ def geometry_why(
     arguments.require(model)
     inputs = arguments.text_or_ids(text, ids)
     target = None if output is None else output_path(output, FIGURES, "an attribution as a figure")
+    require_place(model, layer=layer, head=head)
     with working(f"loading {model}") as spinner:
         from attnflow.geometry import reading
         from attnflow.models.subject import Subject

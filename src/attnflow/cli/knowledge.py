@@ -13,6 +13,7 @@ import typer
 from attnflow._core.markup import plural
 from attnflow.cli import _arguments as arguments
 from attnflow.cli._arguments import FIGURES, Against, Answer, FigureOption, Ids, argument, load, option, require
+from attnflow.cli._early import require_place
 from attnflow.cli._output import BadUsage, JsonFlag, complain, output_path, print_json, show, working, write
 
 if TYPE_CHECKING:
@@ -34,11 +35,12 @@ def build(
 ) -> None:
     """Make a store of the entries of a model's feed-forward layers."""
     require(model)
+    _refuse_memory(store)
+    _require_patches(patches)
     from attnflow.knowledge.convert import save_entries
     from attnflow.knowledge.store import Store
     from attnflow.knowledge.store.table import check_uri
 
-    _refuse_memory(store)
     check_uri(store)
     with working(f"reading {model}") as spinner:
         converted = _converted(load(model, tokenizer=False), patches)
@@ -93,12 +95,12 @@ def export(
 @contextmanager
 def opened(uri: str) -> Generator[Store, None, None]:
     """Opens an existing store to read it, and closes it; raises BadUsage without one."""
-    from attnflow.knowledge.store import Store
-
     _refuse_memory(uri)
     path = Path(uri)
     if "://" not in uri and not (path.is_dir() and any(path.iterdir())):
         raise BadUsage(f"found no store at {uri}: make one with `attnflow knowledge build {uri} MODEL`")
+    from attnflow.knowledge.store import Store
+
     with Store.open(uri, read_only=True) as store:
         yield store
 
@@ -136,6 +138,10 @@ def knowledge_edit(
             raise BadUsage(f"the file {path} does not exist")
     require(model)
     chosen = None if layers is None else arguments.integers(layers, "--layers")
+    require_place(model, layers=chosen)
+    _require_patches(patches)
+    if not output.expanduser().resolve().parent.is_dir():
+        raise BadUsage(f"cannot write {output}: no folder {output.expanduser().resolve().parent}; create it first")
     from attnflow._core.files import write_folder
     from attnflow.knowledge import edit, to_ffn
     from attnflow.knowledge.editing.facts import Fact, read_facts
@@ -167,11 +173,15 @@ def _converted(loaded: Loaded, patches: list[Path] | None) -> Any:
     if patches:
         converted.float()
     for folder in patches or ():
-        if not folder.is_dir():
-            raise BadUsage(f"found no saved edit at {folder}: `attnflow knowledge edit ... -o NAME{PATCH}` writes one")
         if overlap := load_edit(converted, folder).overlap():
             complain(f"{folder}: {overlap}")
     return converted
+
+
+def _require_patches(patches: list[Path] | None) -> None:
+    for folder in patches or ():
+        if not folder.is_dir():
+            raise BadUsage(f"found no saved edit at {folder}: `attnflow knowledge edit ... -o NAME{PATCH}` writes one")
 
 
 def _label(model: str, patches: list[Path] | None) -> str:
@@ -201,9 +211,6 @@ def knowledge_trace(
     tokens that it promotes (+) and suppresses (-).
     """
     require(model)
-    from attnflow.knowledge import trace
-    from attnflow.knowledge.layered import reads_entries
-
     prompts = [arguments.text_or_ids(text, ids) for text in texts or [None]]
     path = None if output is None else output_path(output, FIGURES, "a trace as a figure")
     if path is not None and len(prompts) > 1:
@@ -211,7 +218,12 @@ def knowledge_trace(
     longest = min(len(one.encode()) + 8 if isinstance(one, str) else len(one) for one in prompts)  # with special tokens
     if not -longest <= position < longest:
         raise BadUsage(f"--position {position} lies outside {'a text' if ids is None else '--ids'}")
+    require_place(model, layer=layer)
+    _require_patches(patches)
     with working(f"loading {model}") as spinner:
+        from attnflow.knowledge import trace
+        from attnflow.knowledge.layered import reads_entries
+
         wanted = None if answer is None else arguments.token(answer, ids, "--answer")
         others = [arguments.token(word, ids, "--against") for word in against] if against else None
         loaded = load(model, ids is None, "give token ids, as in --ids 5,6,7")

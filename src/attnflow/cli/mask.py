@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
@@ -13,14 +13,15 @@ import typer
 from attnflow._core.markup import aligned, percent, plural
 from attnflow.cli import _arguments as arguments
 from attnflow.cli._arguments import MaskLength, OutputOption, Settings, argument, mask_argument, option
-from attnflow.cli._output import JsonFlag, console, output_path, print_json, say, show, style, working, write
+from attnflow.cli._early import family_names, format_names
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, say, show, style, working, write
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
 
 app = typer.Typer(help="Masks and tasks: list, show, check, merge, export, debug.", rich_markup_mode=None)
 
-_SUFFIXES: Final = (".svg", ".html")
+_SUFFIXES: Final = (".svg", ".png", ".pdf", ".html")
 
 
 @app.command("list")
@@ -54,9 +55,13 @@ def mask_list(json_output: JsonFlag = False) -> None:
 
 @app.command("show")
 def mask_show(
-    name: Annotated[str, argument("NAME", "A mask of the catalogue, or a JSON file with a mask or a task.")],
+    name: Annotated[str, argument("NAME", "A mask of the catalogue, a JSON file with a mask or a task, or a model.")],
     n: MaskLength = None,
     settings: Settings = None,
+    text: Annotated[
+        str | None, option("--text", "Show the masks that the model NAME really uses for this text.")
+    ] = None,
+    ids: Annotated[str | None, option("--ids LIST", "Token ids in place of --text, such as 5,6,7.")] = None,
     block_size: Annotated[
         int | None, option("--block-size N>=1", "Block size to count (default: 128 and smaller).")
     ] = None,
@@ -67,9 +72,17 @@ def mask_show(
 
     In the picture each row is a query and each column a key. The numbers are the share of allowed pairs, the depth
     (layers until all information has flowed), the classes and the Hasse diagram of the order, and the block sparsity.
-    -o writes .svg or .html.
+    -o writes .svg, .png, .pdf or .html.
+
+    For a model and a --text it shows the masks under which the model attends to that text, read off the weights of its
+    attention: each mask once, with its layers, and the tokens beside the rows.
     """
-    target = None if output is None else output_path(output, _SUFFIXES)
+    target = _target(output)
+    if text is not None or ids is not None:
+        others = n is not None or bool(settings) or block_size is not None
+        _of_model(name, text, ids, others, target, output, json_output)
+        return
+    _refuse_model(name)
     mask = mask_argument(name, n, settings or [])
     with working(f"analysing {mask.name}"):
         numbers = _numbers(mask, block_size)
@@ -112,12 +125,14 @@ def mask_merge(
     """Merge a family of tasks into one mask and prove it.
 
     Derives the smallest sequence and mask that train every task of the family in one forward pass. Compares the mask
-    with its closed form, and proves that no label leaks. Exits with 1 if either fails. -o writes .svg or .html.
+    with its closed form, and proves that no label leaks. Exits with 1 if either fails. -o writes .svg, .png, .pdf or
+    .html.
     """
+    target = _target(output)
+    arguments.one_of(name, family_names(), "family")
     from attnflow._core.parameters import find
     from attnflow.tasks.derivation import derive, named_families
 
-    target = None if output is None else output_path(output, _SUFFIXES)
     family = find(name, named_families(), "family")
     with working(f"merging {name} of {tokens} tokens"):
         derivation = derive(family, tokens, family.read(arguments.settings_from(settings or [])))
@@ -149,6 +164,8 @@ def mask_export(
     If the kernel's format cannot express the mask, the command names a pair (query, key) as the reason and exits with
     1. Save what --json prints as a .json file: every command takes that file in place of a mask's name.
     """
+    arguments.one_of(to, format_names(), "format")
+    arguments.require_mask(name, n, settings or [])
     from attnflow._core.parameters import find
     from attnflow.masks.export import FORMATS, NotExpressible
 
@@ -190,6 +207,40 @@ def mask_debug(
         diagnosis = diagnose(read_mask(file, masked_true))
     show(diagnosis, json_output, ok=diagnosis.ok)
     raise typer.Exit(0 if diagnosis.ok else 1)
+
+
+def _of_model(
+    name: str, text: str | None, ids: str | None, others: bool, target: Path | None, written: Path | None, plain: bool
+) -> None:
+    if others or arguments.is_file(name) or arguments.is_mask(name):
+        raise BadUsage("--text and --ids take a model, without --n, --set and --block-size")
+    inputs = arguments.text_or_ids(text, ids)
+    arguments.require_model(name, with_settings=False)
+    with working(f"loading {name}") as spinner:
+        from attnflow import masks
+
+        loaded = arguments.load(name, ids is None, "give token ids, as in --ids 5,6,7")
+        spinner.stage("one forward pass")
+        found = replace(masks.from_model(loaded, inputs), model=name)
+        if target is not None:
+            write(found, target)
+    show(found, plain, str(found), written=written)
+
+
+def _refuse_model(name: str) -> None:
+    """A model alone has no mask, only for a text."""
+    if arguments.is_file(name) or arguments.is_mask(name):
+        return
+    try:
+        arguments.require(name)
+    except BadUsage:  # not a model either
+        return
+    raise BadUsage(f'{name} is a model; its masks are those for a text: attnflow mask show {name} --text "..."')
+
+
+def _target(output: Path | None) -> Path | None:
+    drawn = "" if output is None or output.suffix.lower() == ".svg" else "a mask as .png or .pdf"
+    return None if output is None else output_path(output, _SUFFIXES, drawn)
 
 
 def _short(value: object, limit: int = 100) -> str:

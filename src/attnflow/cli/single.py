@@ -16,6 +16,7 @@ from attnflow._core.markup import aligned, plural
 from attnflow._core.version import NEWEST_TRIED, installed, untried
 from attnflow.cli import _arguments as arguments
 from attnflow.cli._arguments import FIGURES, FigureOption, MaskLength, Settings, argument, is_file, option
+from attnflow.cli._early import require_place
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, say, show, style, working, write
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def bias_show(
         name = saved.base_name if bias is None else model
         if not name:
             raise BadUsage(f"{folder} does not name its base model; give it: attnflow bias show MODEL --bias {folder}")
+        arguments.require(name)
+        require_place(name, layer=layer, head=head)
         spinner.stage(f"loading {name}")
         loaded = arguments.load(name)
         biases.load(loaded, folder)

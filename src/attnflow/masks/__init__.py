@@ -13,7 +13,7 @@ from attnflow.masks.spec import from_json
 from attnflow.masks.streams import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from attnflow.masks.hf import attach
+    from attnflow.masks.hf import attach, from_model
 
 __all__ = [
     "Mask",
@@ -27,6 +27,7 @@ __all__ = [
     "from_intervals",
     "from_json",
     "from_mask_mod",
+    "from_model",
     "per_head",
 ]
 __all__ += list(_named_masks())  # pyright: ignore[reportUnsupportedDunderAll]

@@ -9,12 +9,11 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final
 
-from attnflow._core.markup import grouped, percent, plural
+from attnflow._core.markup import grouped, percent, plural, runs
 from attnflow.audit.report import AuditReport, ModuleResult, Violation
 from attnflow.report import charts, html
 from attnflow.report.charts import Figure, blank, chart, literal
 from attnflow.report.displays import describes, draws
-from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, code, tag
 from attnflow.report.page import Context, PagePart, Section
 from attnflow.report.svg import HOT

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from attnflow._core import checks
-from attnflow._core.markup import columns, element, escape, grouped, number, plural, shorten, visible
+from attnflow._core.markup import columns, element, escape, grouped, number, plural, runs, shorten, visible
 from attnflow.order.hasse import Hasse
 from attnflow.report import hasse_summary as summary
 from attnflow.report import layered_layout as layout
@@ -164,24 +164,6 @@ def _text(hasse: Hasse, box: Box, labels: Sequence[str] | None) -> Words:
         f"{min(sizes)} positions each" if of and not words else shorten(words or where, _LABEL),
         tooltip,
     )
-
-
-def runs(positions: Sequence[int]) -> str:
-    """Ascending positions as text, consecutive ones joined.
-
-    >>> runs([0, 1, 2, 5, 7, 8])
-    '0–2, 5, 7, 8'
-    """
-    steps = {b - a for a, b in pairwise(positions)} if len(positions) > 4 else set[int]()
-    if len(steps) == 1 and steps != {1}:
-        return f"{positions[0]}, {positions[1]}, …, {positions[-1]}"
-    parts: list[str] = []
-    for _, run in groupby(enumerate(positions), lambda item: item[1] - item[0]):
-        numbers = [position for _, position in run]
-        parts += [f"{numbers[0]}–{numbers[-1]}"] if len(numbers) > 2 else map(str, numbers)
-        if len(parts) > 200:
-            return ", ".join(parts) + ", …"
-    return ", ".join(parts)
 
 
 def _edge_note(grouping: Grouping, edge: tuple[int, int]) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from attnflow._core.markup import element, escape, grouped, number, percent, plural, shorten
+from attnflow._core.markup import element, escape, grouped, number, percent, plural, runs, shorten
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow, analyze
 from attnflow.report import html, order
 from attnflow.report.displays import describes
-from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.mask_picture import EXACT, mask_svg
 from attnflow.report.page import Context, PagePart, Section

@@ -13,7 +13,19 @@ import numpy as np
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
-from attnflow._core.markup import columns, element, escape, grouped, number, percent, plural, shorten, visible
+from attnflow._core.markup import (
+    columns,
+    element,
+    escape,
+    grouped,
+    number,
+    percent,
+    plural,
+    shorten,
+    token_label,
+    token_place,
+    visible,
+)
 from attnflow.masks.mask import Mask
 from attnflow.report.displays import draws
 from attnflow.report.svg import CELL, MONO, root, text
@@ -25,6 +37,7 @@ _STEPS: Final = 9
 _CODE: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _HEIGHT: Final = 32  # lines of the picture, the axis not counted
 _NARROWEST: Final = 20
+_LABEL: Final = 13  # columns of a token beside a row
 _SHADES: Final = " ░▒▓█"
 _ASCII_SHADES: Final = " .-+#"
 
@@ -190,8 +203,16 @@ def _legend(cells: Grid, top: float) -> str:
     return "".join(parts)
 
 
-def mask_text(mask: Mask, width: int | None = None, ascii_only: bool | None = None) -> str:
-    """Small masks show every pair, larger ones two queries a line, the largest shades; the last line names them."""
+def mask_text(
+    mask: Mask,
+    width: int | None = None,
+    ascii_only: bool | None = None,
+    labels: tuple[Sequence[str], Sequence[str]] | None = None,
+) -> str:
+    """Small masks show every pair, larger ones two queries a line, the largest shades; the last line names them.
+
+    `labels` of queries and keys stand beside the rows of a small mask.
+    """
     most = shutil.get_terminal_size().columns
     columns = min(100, most) if width is None else checks.integer("width", width, _NARROWEST)
     plain = not _can_draw() if ascii_only is None else ascii_only
@@ -209,7 +230,8 @@ def mask_text(mask: Mask, width: int | None = None, ascii_only: bool | None = No
     label = len(str(queries - 1))
     room = columns - label - 2
     if queries <= _HEIGHT and 2 * keys - 1 <= room and keys <= 99:
-        body = _spelled(mask, label, plain)
+        named = None if labels is None or 2 * keys + _LABEL > room else labels
+        body = _spelled(mask, label, plain, named)
     elif not plain and queries <= 2 * _HEIGHT and keys <= room:
         body = _halves(mask, label, columns)
     else:
@@ -217,14 +239,20 @@ def mask_text(mask: Mask, width: int | None = None, ascii_only: bool | None = No
     return "\n".join(line.rstrip() for line in [*head, *body])
 
 
-def _spelled(mask: Mask, label: int, plain: bool) -> list[str]:
+def _spelled(mask: Mask, label: int, plain: bool, labels: tuple[Sequence[str], Sequence[str]] | None) -> list[str]:
+    names = [""] * mask.num_queries if labels is None else [token_label(text) for text in labels[0]]
+    wide = max((round(columns(name)) + 1 for name in names), default=0) if labels else 0
+    before = [name + " " * (wide - round(columns(name))) for name in names]
+    keys: list[str] = []
+    if labels is not None and [*labels[0]] != [*labels[1]]:  # those of an encoder
+        keys = ["keys: " + ", ".join(token_place(text, place) for place, text in enumerate(labels[1]))]
     yes, no = ("#", ".") if plain else ("■", "·")
     tens = "".join(f"{key // 10 if key and key % 10 == 0 else '':<2}" for key in range(mask.num_keys))
     ones = "".join(f"{key % 10:<2}" for key in range(mask.num_keys))
-    lines = [" " * (label + 2) + axis for axis in ((tens, ones) if tens.strip() else (ones,))]
+    lines = [" " * (wide + label + 2) + axis for axis in ((tens, ones) if tens.strip() else (ones,))]
     for query, row in enumerate(mask.dense().tolist()):
-        lines.append(f"{query:>{label}}  " + " ".join(yes if allowed else no for allowed in row))
-    return [*lines, "", f"{yes} allowed   {no} not"]
+        lines.append(f"{before[query]}{query:>{label}}  " + " ".join(yes if allowed else no for allowed in row))
+    return [*lines, "", f"{yes} allowed   {no} not", *keys]
 
 
 def _halves(mask: Mask, label: int, columns: int) -> list[str]:

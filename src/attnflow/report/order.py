@@ -9,14 +9,14 @@ from typing import Any, Final
 import numpy as np
 
 from attnflow._core.checks import IntArray
-from attnflow._core.markup import grouped, percent, plural, shorten
+from attnflow._core.markup import grouped, percent, plural, runs, shorten
 from attnflow.masks.intervals import IntervalRows
 from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse
 from attnflow.report import charts, html
 from attnflow.report.charts import POSITIVE, Figure, blank, chart
 from attnflow.report.displays import describes, draws
-from attnflow.report.hasse_svg import hasse_svg, runs
+from attnflow.report.hasse_svg import hasse_svg
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.page import Context, PagePart, Section
 from attnflow.tasks.leaks import Leak, LeakReport

@@ -19,7 +19,20 @@ from attnflow.masks.export.varlen import Varlen
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse, Sparse
-from attnflow.report import attribution, audit, bias, entry, explain, geometry, html, knowledge, recorded, svg, tasks
+from attnflow.report import (
+    attribution,
+    audit,
+    bias,
+    entry,
+    explain,
+    geometry,
+    html,
+    knowledge,
+    model_masks,
+    recorded,
+    svg,
+    tasks,
+)
 from attnflow.report.charts import Figure, in_page, svg_of
 from attnflow.report.displays import DISPLAYS, Display, describes, draws, opens
 from attnflow.report.mask import flow_of
@@ -62,7 +75,8 @@ def _survey_figure(survey: GeometrySurvey, **options: Any) -> Figure:
     return geometry.score_chart(*survey.models, **options)
 
 
-SHOWN: Final = (attribution, audit, bias, entry, explain, knowledge, recorded)  # which register what they draw
+# They register what they draw.
+SHOWN: Final = (attribution, audit, bias, entry, explain, knowledge, model_masks, recorded)
 opens(Mask, to=lambda mask: [flow_of(mask)[0] or mask])
 opens(MaskGrid, to=lambda grid: list(dict.fromkeys(mask for row in grid.masks for mask in row)))
 opens(MeasuredOrder, to=lambda measured: measured.flows)

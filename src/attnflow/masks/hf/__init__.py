@@ -8,5 +8,6 @@ if find_spec("transformers") is None:
     raise MissingExtra("transformers", "hf", "a mask on a model")
 
 from attnflow.masks.hf.attach import MaskHandle, attach
+from attnflow.masks.hf.reading import from_model
 
-__all__ = ["MaskHandle", "attach"]
+__all__ = ["MaskHandle", "attach", "from_model"]

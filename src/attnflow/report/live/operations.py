@@ -10,11 +10,11 @@ from typing import Final, cast
 
 import numpy as np
 
-from attnflow._core.markup import plural
+from attnflow._core.markup import plural, runs
 from attnflow._core.parameters import find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text, parse_json
 from attnflow.masks.registry import named_masks
-from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
+from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs_of
 from attnflow.report.live.design import MAX_LAYERS, Design, MaskLayer, Spec, Stroke, labels_of, stroke_of, tokens_of
 from attnflow.report.live.tiles import tile, window_of
 from attnflow.tasks.leaks import witnesses

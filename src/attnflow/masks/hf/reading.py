@@ -1,0 +1,211 @@
+"""Reads the masks that a model's attention really uses, off the weights that it gives in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.masks.batches import MaskGrid
+from attnflow.masks.build import from_block_mask, from_dense
+from attnflow.masks.diagnosis import equal_to
+from attnflow.masks.in_model import LayerMask, ModelMasks
+from attnflow.masks.mask import Mask
+from attnflow.models.anatomy.mixing import attends, moves_between_positions
+from attnflow.models.anatomy.sites import Site, mixers_beside, models_around
+from attnflow.models.passes.beside import weighed
+from attnflow.models.passes.evaluation import REFUSALS, refusal, still
+from attnflow.models.passes.interception import (
+    IMPLEMENTATIONS,
+    AttentionCall,
+    Output,
+    Proceed,
+    base_implementation,
+    in_force,
+    intercept,
+    readable_implementation,
+)
+from attnflow.models.subject import Loaded, Subject, Text
+
+Place = tuple[str, str, str]  # kind, half and path of the list of layers
+
+
+def from_model(model: nn.Module | Loaded, inputs: Text, *, tokenizer: Any = None) -> ModelMasks:
+    """Read the masks under which a model attends to these inputs: what its attention does, not what a config says.
+
+    A pair (query, key) is allowed where the weight after the softmax is not zero in any head of a layer. Windows,
+    packed documents, padding, attached masks and masks in the inputs all show. Layers with one mask are listed
+    together. Heads are separate only where the model or an attached mask separates them.
+
+    Args:
+        model: a transformers model, or what `af.load_model` returned.
+        inputs: a text, token ids, or the model's named inputs, of one sequence. Both halves of an encoder-decoder
+            model read a text: the decoder all of it but the last token.
+        tokenizer: needed for a text unless `model` has one; for token ids, it names the tokens.
+
+    Returns:
+        The distinct masks, each with its layers. `print` and `af.report.figure` show them.
+
+    Raises:
+        UnsupportedArchitecture: the model does not attend, or in a way that shows no weights.
+        ValueError: a text without a tokenizer, or several sequences.
+
+    Cost: one forward pass, with the weights of one layer at a time.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2))
+    >>> from_model(model, [5, 6, 7])
+    LlamaForCausalLM, 3 tokens: 1 mask
+    layers 0, 1 attention: causal(n=3), 66.7\xa0% allowed
+    """
+    subject = Subject.of(model, tokenizer).inside
+    named = _arguments(subject, inputs)
+    found = _Found()
+    try:
+        sites = subject.sites
+    except UnsupportedArchitecture:
+        beside = _told(subject, named, found)
+    else:
+        _watch(subject, sites, named, found)
+        beside = mixers_beside(subject.model, sites)
+    ids = {name: value[0].tolist() for name, value in named.items() if name.endswith("input_ids")}
+    texts = {name: tuple(subject.texts_in_sequence(listed)) for name, listed in ids.items()}
+    two = "decoder_input_ids" in texts
+    tokens, encoder = (texts.get(name, ()) for name in ("decoder_input_ids" if two else "input_ids", "input_ids"))
+    return ModelMasks(subject.name, tokens, encoder if two else (), found.parts(), tuple(beside))
+
+
+def _arguments(subject: Subject, inputs: Text) -> dict[str, Tensor]:
+    two = subject.encodes_and_decodes and subject.accepts("decoder_input_ids")
+    named = subject.read(inputs, ids=two and not isinstance(inputs, Mapping))
+    for name, value in named.items():
+        if name.endswith("input_ids") and len(value) != 1:
+            raise ValueError(f"expected one sequence, got a batch of {len(value)} in {name}: pass one row of it")
+    if two and not any(name.startswith("decoder_input") for name in named):
+        named["decoder_input_ids"] = named["input_ids"][:, : max(1, named["input_ids"].shape[1] - 1)]
+    return named
+
+
+class _Found:
+    """The masks of a pass by place, layer and heads, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[Place, tuple[int, ...], Mask], list[int]] = {}
+
+    def add(self, place: Place, layer: int, allowed: Tensor) -> None:
+        """Add a table [heads or 1, queries, keys]; heads that differ from one another are listed apart."""
+        tables = [table.cpu() for table in allowed]
+        rest = list(range(len(tables)))
+        while rest:
+            same = [head for head in rest if torch.equal(tables[head], tables[rest[0]])]
+            dense = from_dense(tables[rest[0]], "a pattern of its own")
+            heads = () if len(same) == len(tables) else tuple(same)
+            self._parts.setdefault((place, heads, equal_to(dense) or dense), []).append(layer)
+            rest = [head for head in rest if head not in same]
+
+    def parts(self) -> tuple[LayerMask, ...]:
+        stacks: dict[tuple[str, str], set[str]] = {}
+        for (kind, half, path), *_ in self._parts:
+            stacks.setdefault((kind, half), set()).add(path)
+        found: list[LayerMask] = []
+        for ((kind, half, path), heads, mask), layers in self._parts.items():
+            several = len(stacks[kind, half]) > 1
+            found.append(LayerMask(mask, tuple(layers), heads, kind, half, path if several else ""))
+        return tuple(found)
+
+
+def _watch(subject: Subject, sites: Iterable[Site], named: Mapping[str, Tensor], found: _Found) -> None:
+    sites = list(sites)
+    runs: dict[Site, int] = {}
+    tables: list[tuple[Place, int, Tensor]] = []
+    other = next((site for site in sites if base_implementation(site.owner.config) not in IMPLEMENTATIONS), None)
+    implementation = None if other is None else readable_implementation(other.owner.config)
+
+    def look(site: Site, call: AttentionCall, proceed: Proceed) -> Output:
+        inside = site.name[len(site.layers) + 1 :].split(".")[0]
+        members = len(cast(nn.ModuleList, subject.model.get_submodule(site.layers))) if inside.isdecimal() else 1
+        run = runs[site] = runs.get(site, -1) + 1  # a layer that runs again counts as a further one
+        number = (int(inside) if inside.isdecimal() else 0) + run * members
+        half = "encoder" if subject.encodes_and_decodes and site.part == "encoder" else ""
+        place = ("cross-attention" if site.kind == "cross" else "attention", half, site.layers)
+        if isinstance(call.mask, BlockMask) and not in_force(call.module, "mask"):
+            tables.append((place, number, _of_blocks(from_block_mask(call.mask), call)))
+            return proceed(call)
+        output, weights = weighed(call, proceed)
+        allowed, apart = weights > 0, bool(in_force(call.module, "mask"))
+        if not apart and isinstance(call.mask, Tensor):  # a weight may be so small that it is rounded to zero
+            stated = call.mask if call.mask.dtype == torch.bool else call.mask > torch.finfo(call.mask.dtype).min / 2
+            stated = stated[0, ..., : allowed.shape[-1]]
+            apart = len(stated) > 1
+            allowed = allowed | stated if apart else allowed.any(0, keepdim=True) | stated
+        tables.append((place, number, allowed if apart else allowed.any(0, keepdim=True)))
+        return output, None
+
+    with still(subject.model), torch.no_grad():
+        interceptors = {site.module: partial(look, site) for site in sites}
+        looking = intercept(models_around(sites), interceptors, role="look", implementation=implementation)
+        try:
+            cast(Callable[..., Any], subject.model)(**{**subject.sparing, **named})
+        except UnsupportedArchitecture:
+            raise
+        except REFUSALS as error:
+            raise UnsupportedArchitecture(
+                f"{subject.kind} does not run on these inputs ({type(error).__name__}: {refusal(error)})"
+            ) from error
+        finally:
+            looking.remove()
+    for table in tables:
+        found.add(*table)
+
+
+def _of_blocks(masks: Mask | MaskGrid, call: AttentionCall) -> Tensor:
+    table = masks.dense()[None] if isinstance(masks, Mask) else masks.dense()[0]
+    return torch.as_tensor(table)[:, : call.query.shape[2], : call.key.shape[2]]
+
+
+def _mixers(layer: nn.Module) -> list[str]:
+    """The outermost modules of a layer that move information between positions."""
+    return [
+        name
+        for child in layer.children()
+        for name in ([type(child).__name__] if moves_between_positions(child) else _mixers(child))
+    ]
+
+
+def _told(subject: Subject, named: Mapping[str, Tensor], found: _Found) -> list[str]:
+    """Read the weights that a model returns which computes its attention itself."""
+    mixers = dict.fromkeys(name for path in subject.layers for name in _mixers(subject.model.get_submodule(path)))
+    if not any(attends(module) for module in subject.model.modules()):
+        by = f"its layers mix positions by {', '.join(mixers)}" if mixers else "nothing in it mixes positions"
+        raise UnsupportedArchitecture(
+            f"{subject.kind} has no attention, and so no mask: {by}. af.audit.measure measures its order"
+        )
+    try:
+        with still(subject.model), torch.no_grad():
+            output = cast(Callable[..., Any], subject.model)(**{**subject.sparing, **named}, output_attentions=True)
+    except REFUSALS as error:
+        raise UnsupportedArchitecture(
+            f"{subject.kind} shows no weights of attention ({type(error).__name__}: {refusal(error)}): "
+            "af.audit.measure measures its order"
+        ) from error
+    listed: dict[Place, Any] = {
+        ("attention", "encoder", ""): getattr(output, "encoder_attentions", None),
+        ("attention", "", ""): getattr(output, "decoder_attentions", None) or getattr(output, "attentions", None),
+        ("cross-attention", "", ""): getattr(output, "cross_attentions", None),
+    }
+    for place, layers in listed.items():
+        for number, weights in enumerate(layers or ()):
+            if getattr(weights, "ndim", 0) == 4 and len(weights) == 1:
+                found.add(place, number, (weights[0] > 0).any(0, keepdim=True))
+    if not found.parts():
+        raise UnsupportedArchitecture(
+            f"{subject.kind} computes its attention itself and returns no weights of it: af.audit.measure measures its "
+            "order"
+        )
+    return list(mixers)
