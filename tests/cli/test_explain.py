@@ -2,7 +2,6 @@
 
 import io
 import json
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,12 +76,3 @@ def test_wrong_usage(run: Callable, tiny_model: str, arguments: list[str], messa
     code, _, err = run("explain", *(tiny_model if word == "MODEL" else word for word in arguments))
     assert code == 2
     assert message in err
-
-
-@pytest.mark.slow
-def test_the_example_of_the_help_runs(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    help_text = " ".join(run("explain", "--help").out.split())
-    _, *words = shlex.split(help_text.partition("Example: ")[2])
-    assert run(*words).code == 0
-    assert (tmp_path / "mary.html").stat().st_size < 500_000

@@ -15,6 +15,7 @@ import typer
 from attnflow._core.errors import AttnflowError
 from attnflow._core.version import __version__
 from attnflow.cli import audit, explain, geometry, knowledge, mask, single
+from attnflow.cli._examples import EXAMPLES
 from attnflow.cli._output import BadUsage, complain
 from attnflow.cli._ranks import part, speaks
 
@@ -25,7 +26,8 @@ Four questions about a query and a key: may information flow (mask, audit), how 
 W_q and W_k (geometry), and from which stored knowledge (knowledge). `explain` answers all four for one answer of one
 model."""
 _EPILOG: Final = (
-    "Exit codes: 0 for no finding, 1 for a finding (such as a leak), 2 for wrong usage or a failed command."
+    "Exit codes: 0 for no finding, 1 for a finding (such as a leak), 2 for wrong usage or a failed command.\n\n"
+    f"Example: {EXAMPLES['']}"
 )
 
 app = typer.Typer(
@@ -37,8 +39,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command("explain", epilog=f"Example: {explain.EXAMPLE}")(explain.explain)
-for function in (single.report, single.studio, single.doctor):
+for function in (explain.explain, single.report, single.studio, single.doctor):
     app.command(function.__name__)(function)
 _bias = typer.Typer(help="Learned attention biases: show.", rich_markup_mode=None)
 _bias.command("show")(single.bias_show)
@@ -51,7 +52,11 @@ GROUPS: Final = {
     "knowledge": knowledge.app,
 }
 for name, group in GROUPS.items():
-    app.add_typer(group, name=name)
+    app.add_typer(group, name=name, epilog=f"Example: {EXAMPLES[name]}")
+    for command in group.registered_commands:
+        command.epilog = f"Example: {EXAMPLES.get(f'{name} {command.name}', EXAMPLES[name])}"
+for command in app.registered_commands:
+    command.epilog = f"Example: {EXAMPLES[str(command.name)]}"
 
 
 def _print_version(asked: bool) -> bool:

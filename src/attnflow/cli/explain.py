@@ -11,10 +11,6 @@ import typer
 from attnflow.cli._arguments import Against, Answer, Ids, Text, argument, load, option, require, text_or_ids, token
 from attnflow.cli._output import JsonFlag, console, output_path, say, show, working, write
 
-EXAMPLE: Final = (
-    'attnflow explain smollm2-135m "When Mary and John went to the store, John gave a drink to" '
-    '--answer " Mary" --against " John" -o mary.html'
-)
 _MEASURED: Final = 5  # of the strongest edges, and of the strongest entries
 
 
