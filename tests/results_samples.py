@@ -18,6 +18,7 @@ from attnflow.bias.graph import BiasEdge, BiasGraph
 from attnflow.explain.explanation import Link, Source, SourceGraph
 from attnflow.geometry.pairs import PairScores
 from attnflow.masks import Mask
+from attnflow.masks.in_model import LayerMask, ModelMasks
 
 LENGTH = 4  # of every axis
 
@@ -124,5 +125,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
         (Link(0, 1, 0.3),),
     ),
     "BiasMap": lambda: _tiny_map(lambda bias_map: bias_map),
+    "ModelMasks": lambda: ModelMasks("Model", ("a", "b"), (), (LayerMask(af.masks.causal(2), (0, 1)),), ("mixer",)),
     "LayerMap": lambda: _tiny_map(lambda bias_map: bias_map.layers[0]),
 }

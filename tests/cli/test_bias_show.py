@@ -16,7 +16,7 @@ def test_text(run, tiny_model, saved):
     out = run.ok("bias", "show", tiny_model, "--bias", saved, "--text", TEXT)
     lines = out.splitlines()
     assert lines[0] == f"{tiny_model} with the bias {saved}"
-    assert lines[1] == "query thy at position 5"
+    assert lines[1] == "query thy (5)"
     assert lines[3].split()[:3] == ["layer", "strength", "moved"]
     assert [line.split()[0] for line in lines[4:]] == ["0", "1"]
     assert all(" / " in line for line in lines[4:])
@@ -55,7 +55,7 @@ def test_generation_and_choices(run, tiny_model, saved):
     assert (view.query, view.head, len(view.layers)) == (2, 3, 1)
     assert view.layers[0].bias[3:] == (None, None, None)  # what the mask forbids
     assert sum(view.weights[:3]) == pytest.approx(1.0)
-    assert "query of at position 2, head 3" in run(*base, "--head", "3", "--query", "2").out
+    assert "query of (2), head 3" in run(*base, "--head", "3", "--query", "2").out
 
 
 def test_a_saved_bias_names_its_base_model(run, tiny_model, saved, tmp_path):

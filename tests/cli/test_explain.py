@@ -16,7 +16,7 @@ def test_it_prints_who_told_the_answer(run: Callable, tiny_model: str) -> None:
     code, out, err = run("explain", tiny_model, TEXT)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert len(lines) <= 14
+    assert len(lines) <= 15
     assert max(map(len, lines)) <= 80
     assert "carried, effect, removed" in out
     assert "L0H" in out or "L1H" in out

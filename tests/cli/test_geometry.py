@@ -246,8 +246,8 @@ def test_why_advises_another_key_where_one_has_nearly_all_of_the_weight(run: Cal
 
 
 def test_a_typo_in_the_name_of_a_command_is_not_read_as_a_model(run: Callable, tiny_model: str) -> None:
-    code, _, err = run("geometry", "wy", tiny_model, WORDS, "--layer", "1")
-    assert (code, err) == (2, "attnflow: no command or model 'wy': did you mean why?\n")
+    code, _, err = run("geometry", "atribute", tiny_model, WORDS, "--layer", "1")
+    assert (code, err) == (2, "attnflow: no command or model 'atribute': did you mean attribute?\n")
 
 
 def test_why_of_cross_attention(run: Callable, t5: str) -> None:

@@ -42,7 +42,7 @@ def test_help(run: Callable, command: list[str]) -> None:
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_every_command_has_json_and_few_flags(run: Callable, command: list[str]) -> None:
-    out = run(*command, "--help").out
+    out = run(*command, "--help").out.partition("Example: ")[0]
     flags = [line for line in out.splitlines() if line.startswith("  -") and "--help" not in line]
     assert any("--json" in line for line in flags)
     assert len(flags) <= 10

@@ -11,6 +11,7 @@ import torch
 
 import attnflow as af
 from attnflow.cli._arguments import example
+from attnflow.masks.in_model import ModelMasks
 from attnflow.masks.registry import named_masks
 from attnflow.report import mask as mask_section
 from attnflow.tasks import derivation
@@ -121,6 +122,28 @@ def test_svg_and_html(run: Callable, tmp_path: Path) -> None:
     assert json.loads(run("mask", "show", "causal", "-o", str(html), "--json").out)["name"] == "causal"
     assert html.read_text().startswith("<!doctype html>")
     assert {path.name for path in tmp_path.iterdir()} == {"mask.svg", "mask.html"}
+
+
+def test_the_masks_that_a_model_uses_for_a_text(run: Callable, tiny_model: str, tmp_path: Path) -> None:
+    svg, png, html = (tmp_path / f"mask.{suffix}" for suffix in ("svg", "png", "html"))
+    out = run.ok("mask", "show", tiny_model, "--text", "I the of thy", "-o", str(svg))
+    first, _, named, *_ = out.splitlines()
+    assert first == f"{tiny_model}, 4 tokens: 1 mask"
+    assert named == "layers 0, 1 attention: causal(n=4)"
+    assert "thy 3  ■ ■ ■ ■" in out
+    assert f"written: {svg}" in out
+    assert "thy" in svg.read_text()
+    found = ModelMasks.from_json(run.ok("mask", "show", tiny_model, "--ids", "5,6,7", "--json", "-o", str(png)))
+    assert [(part.mask, part.layers) for part in found.masks] == [(af.masks.causal(3), (0, 1))]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    run.ok("mask", "show", tiny_model, "--text", "I the of thy", "-o", str(html), "--json")
+    assert "layers 0, 1 attention" in html.read_text()
+
+
+def test_a_mask_as_a_picture_for_a_paper(run: Callable, tmp_path: Path) -> None:
+    for suffix, start in ((".png", b"\x89PNG"), (".pdf", b"%PDF")):
+        run.ok("mask", "show", "causal", "--n", "5", "-o", str(tmp_path / f"mask{suffix}"))
+        assert (tmp_path / f"mask{suffix}").read_bytes().startswith(start)
 
 
 def write_task(folder: Path, spec: object) -> str:

@@ -41,7 +41,7 @@ def batch(
     rows: Annotated[int, option("--rows N>=1", "Read the first N rows.")] = 8,
     json_output: JsonFlag = False,
 ) -> None:
-    """Check rows of data as one batch: labels, documents, masks, positions.
+    """Check rows of training data as one batch: labels, documents, masks.
 
     A row holds input_ids (with labels, attention_mask, position_ids, completion_mask, ...), messages, a prompt with its
     completion, or text, which becomes tokens as in TRL. Findings name lines of the file (rows from 0 of a Parquet file)

@@ -285,6 +285,11 @@ class Explanation(Result):
             yield f"  {kind:9} {'of all layers together':32} {amount:+6.2f}"
         share = percent(self.covered(20))
         yield f"20 edges: {share} of what moves; rank correlation: {ranks or 'too few'}"
+        named = [part_name(edge.layer, "head", edge.head, edge.half) for edge in self.causes[:1]]
+        named += [part_name(cast(int, e.layer), KINDS[e.letter], e.neuron, e.half) for e in self.entries[:1]]
+        items = zip([*self.causes[:1], *self.entries[:1]], named, strict=True)
+        if named:
+            yield "names: " + ", ".join(f"{item.name} is {name}" for item, name in items)
         yield f"{self._order()}; sources sum to the value within {self.error:.0e}"
 
     @property

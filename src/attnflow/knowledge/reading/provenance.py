@@ -266,6 +266,8 @@ class Trace(Result):
         }
         if not any(one.threshold for one in fired):  # as in models without biases
             del columns["threshold"]
+        if position is not None:  # the summary names the token
+            del columns["token"]
         cells = [[name, *map(show, fired)] for name, show in columns.items()]
         cells = [column for column in cells if any(column[1:]) or not fired]  # some models have no effects, or no words
         left = [at for at, column in enumerate(cells) if column[0] == "token" or column[0].startswith("text")]
