@@ -22,7 +22,7 @@ export function Trace({ state, value }) {
         </select>
       </label>
       <HeatMap title={what} values={value[map.value]} x="token" y="layer" sides={value.sides} columns={value.tokens} column={value.position} words={map.value === "active" ? percent : signed} />
-      <h3>Entries at “{value.tokens[value.position]}” <span class="aside">{value.target ? `effects on the next token “${value.target}”` : ""}{value.logit === null ? "" : `: logit ${Math.abs(value.logit)} ${value.logit < 0 ? "below" : "above"} the mean, probability ${chance(value.chance)}`}</span></h3>
+      <h3>Entries at “{value.tokens[value.position]}” <span class="aside">{value.answer ? `effects on the next token “${value.answer}”` : ""}{value.logit === null ? "" : `: logit ${Math.abs(value.logit)} ${value.logit < 0 ? "below" : "above"} the mean, probability ${chance(value.chance)}`}</span></h3>
       {value.without && <p class="quiet">No direct effects: {value.without}.</p>}
       {value.entries.length ? <Fired state={state} value={value} isBusy={isBusy} /> : <p class="quiet">No entry fired for this token.</p>}
     </>
@@ -45,7 +45,7 @@ function Fired({ state, value, isBusy }) {
         <table class="numbers fired">
           <thead>
             <tr>
-              <th scope="col">entry</th>
+              <th scope="col">entry</th><th scope="col" class="n">layer</th><th scope="col" class="n">number</th>
               <th scope="col" class="n">effect</th><td />
               {isOut && <><th scope="col" class="n">ablated</th><td /><th scope="col" class="n" title="percentage points of its probability">points lost</th></>}
               <th scope="col">promotes here</th><th scope="col">suppresses here</th><th scope="col" class="n">score</th><th scope="col" class="n">weight</th><th scope="col" class="n">norm</th>
@@ -55,6 +55,7 @@ function Fired({ state, value, isBusy }) {
             {value.entries.map((entry) => (
               <tr key={entry.name}>
                 <th scope="row" class="n"><button type="button" disabled={isBusy} title="The page of this entry" onClick={() => state.openEntry(entry, value.position, text)}>{entry.name}</button></th>
+                <td class="n">{entry.model_layer}</td><td class="n">{entry.neuron}</td>
                 <Effect of={entry.effect} />
                 {isOut && <><Effect of={entry.ablated} /><td class="n">{entry.lost === null ? "–" : points(entry.lost)}</td></>}
                 {entry.text ? <td colSpan={2}>{entry.text}</td> : <><td class="words">{entry.promotes}</td><td class="words">{entry.suppresses}</td></>}
@@ -76,7 +77,7 @@ export function Entry({ state, value }) {
   const open = (entry, position = value.position) => state.openEntry(entry, position, text);
   return (
     <>
-      <h3>Entry {value.name} <span class="aside n">id {value.entry}{value.head ? `, head ${value.head}` : ""} · norm of its value {value.norm}</span></h3>
+      <h3>Entry {value.name} <span class="aside n">{value.place} · id {value.entry}{value.head ? `, head ${value.head}` : ""} · norm of its value {value.norm}</span></h3>
       <Tokens label="Token after which the next one is predicted" tokens={value.tokens} values={value.weights} chosen={value.position} disabled={isBusy} onPick={(position) => open(value, position)} words={(weight) => (weight ? `weight ${signed(weight)}` : "others are stronger")} />
       <p class="quiet">Coloured where the entry is among the strongest of its layer: blue with a positive weight, orange with a negative one, which exchanges up and down.</p>
       <Without state={state} value={value} isBusy={isBusy} />

@@ -94,4 +94,4 @@ def test_a_name_that_is_not_there_is_refused(name, options, message):
 def test_an_attribution_names_the_head_of_an_edge():
     with af.explain.reading(deep("Llama").double(), IDS) as reading:
         edge = next(edge for edge in reading.answer(17, 19).edges if edge.layer)
-        assert f", {edge.name}, query {edge.query} " in repr(reading.why(edge))
+        assert f", layer {edge.layer} head {edge.head}, query {edge.query} " in repr(reading.why(edge))

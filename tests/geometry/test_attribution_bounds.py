@@ -120,8 +120,8 @@ ARGUMENTS = {
     **{f"as {n}": ({"inputs": {"input_ids": IDS, n: CACHE}}, ValueError, f"{n} holds states of") for n in CACHES},
     "a query under a left pad": ({"inputs": LEFT, "query": 1}, ValueError, "query 1 is a pad by the attention_mask"),
     "a query under a right pad": ({"inputs": RIGHT}, ValueError, "query 11 is a pad by the attention_mask"),
-    "a key under a left pad": ({"inputs": LEFT, "keys": 1}, ValueError, "may attend to, [3, 4, 5"),
-    "a key under a right pad": ({"inputs": RIGHT, "query": 8, "keys": -1}, ValueError, "may attend to, [0, 1, 2"),
+    "a key under a left pad": ({"inputs": LEFT, "key": 1}, ValueError, "may attend to, [3, 4, 5"),
+    "a key under a right pad": ({"inputs": RIGHT, "query": 8, "key": -1}, ValueError, "may attend to, [0, 1, 2"),
     "a query that attends to nothing": (
         {"inputs": {"input_ids": IDS, "attention_mask": ALL_BUT_ONE[None, None]}, "query": 4},
         ValueError,

@@ -130,7 +130,7 @@ def test_what_a_report_says():
     again = EntryReport.from_json(found.to_json())
     assert again == found
     assert {row["kind"] for row in found.rows()} == {"raises", "lowers", "fires", "near by value", "near by key"}
-    assert str(found).startswith("L0N7 of LlamaForCausalLM, entry 7")
+    assert str(found).startswith("L0N7 of LlamaForCausalLM: layer 0 neuron 7, entry 7")
     assert str(found).endswith(str(found.removal))
 
 

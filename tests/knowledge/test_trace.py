@@ -209,8 +209,8 @@ def test_promoted_tokens_are_those_of_the_value_read_by_the_unembedding():
     model, ids = made("Llama"), tokens(1, 6)
     found = trace(model, ids, position=-1, top=8, promoted=5)
     assert len(found.promoted) == 5
-    strongest = {(one.layer, one.entry, one.head) for one in found.fired(count=5)}
-    assert {(one.layer, one.entry, one.head) for one in found.promoted} == strongest
+    strongest = {(one.reader, one.entry, one.head) for one in found.fired(count=5)}
+    assert {(one.reader, one.entry, one.head) for one in found.promoted} == strongest
     base, head = model.knowledge, model.lm_head.weight.detach()
     for one in found.promoted:
         value = base.get([one.entry])[0][base.layout.value] * model.model.norm.weight.detach()

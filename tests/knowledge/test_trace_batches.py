@@ -91,8 +91,8 @@ def test_a_model_is_converted_once_for_all(monkeypatch):
         ({"attention_mask": torch.tensor([[1] * 6, [0] * 6])}, {}, "prompt 1 is all padding"),
         ({"attention_mask": torch.ones(2, 1, 6, 6)}, {}, r"\[prompts, tokens\], got attention_mask of \[2, 1, 6, 6\]"),
         ({}, {"answer": [3, 4, 5]}, r"a list of one for each of the 2, got \[3, 4, 5\]"),
-        ({}, {"positions": [[0]]}, "a list of one for each of the 2"),
-        ({}, {"positions": 6}, "positions must be from -6 to 5"),
+        ({}, {"position": [[0]]}, "a list of one for each of the 2"),
+        ({}, {"position": 6}, "position must be from -6 to 5"),
     ],
 )
 def test_what_does_not_fit_several_prompts_is_refused(changed, options, message):

@@ -139,10 +139,10 @@ def test_many_components_are_collapsed_by_layer_and_the_leading_ones_are_named(l
     assert table[2, 3] == pytest.approx(float(terms[3:5, 5:7].sum()))
     assert np.sum(table) == pytest.approx(float(terms.sum()))
     shown, _ = bars(drawn)
-    assert next(iter(shown)) == "attention 1 × attention 2"
+    assert next(iter(shown)) == "L1 attention × L2 attention"
     assert f"{(2 * layers + 1) ** 2 - 10} other terms" in {name.replace("\u202f", "") for name in shown}
     names = [text.get_text() for text in drawn.axes[2].get_yticklabels()]
-    assert names == ["embedding", *map(str, range(layers))]
+    assert names == ["embedding", *(f"L{number}" for number in range(layers))]
     limit = np.quantile(np.abs(table), 0.99, method="higher")
     beyond = int((np.abs(table) > limit).sum())
     assert drawn.axes[2].images[0].get_clim()[1] == pytest.approx(limit)
@@ -201,7 +201,10 @@ def test_cross_attention_has_components_of_its_own_at_the_key():
     result = made(attention="cross", key_components=keys)
     drawn = figure(result, picture="map")
     assert cells(drawn).shape == (5, 2)
-    assert [text.get_text() for text in drawn.axes[2].get_xticklabels()] == ["encoder embedding", "encoder attention 0"]
+    assert [text.get_text() for text in drawn.axes[2].get_xticklabels()] == [
+        "encoder embedding",
+        "encoder L0 attention",
+    ]
     assert "head 3 of its cross-attention" in words(figure(result))
 
 

@@ -209,7 +209,7 @@ def test_the_terms_of_a_score_are_those_of_geometry_and_add_up_to_it(page, netwo
     for name in ("raw", "centred"):
         parts = [each[name] for each in [*reply["terms"], reply["rest"], *reply["constants"]]]
         assert sum(parts) == pytest.approx(reply["sum"][name], rel=2e-3, abs=2e-3)
-    assert reply["verdict"].startswith("In head 2 of layer 1, “10” (5) gives ")
+    assert reply["verdict"].startswith("In layer 1 head 2, “10” (5) gives ")
     assert " of its attention to “8” (3): the score is " in reply["verdict"]
     assert reply["remark"] == ""
     first = ask(page, "why", text=TEXT, layer=1, head=2, query=0)

@@ -138,7 +138,7 @@ def _hostile_trace(text):
 
 def _hostile_explanation(text):
     found = sample(Explanation)
-    sources = tuple(replace(source, promotes=(text,)) if source.entry else source for source in found.sources)
+    sources = tuple(replace(source, promotes=(text,)) if source.neuron else source for source in found.sources)
     return replace(found, texts=(text,) * len(found.texts), sources=sources, answer=text, against=(text,), model=text)
 
 

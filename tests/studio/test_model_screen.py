@@ -149,7 +149,7 @@ def entry(page):
     page.wait_for_function("() => document.querySelector('#model-entry').ariaSelected === 'true'")
     settled(page)
     layer, number_within = map(int, re.fullmatch(r"L(\d+)N(\d+)", name).groups())
-    title = f"Entry {name} id {48 * layer + number_within} · norm of its value"
+    title = f"Entry {name} layer {layer} neuron {number_within} · id {48 * layer + number_within} · norm of its value"
     assert view.locator("h3").first.text_content().startswith(title)
     assert view.locator(".words tbody tr").count() == 16
     view.get_by_role("button", name="Look for it").click()

@@ -118,3 +118,12 @@ def bare(module: nn.Module, made: Callable[[Tensor], Tensor], kept: Mapping[int,
         own = {name: value for name, value in state.items() if name not in _CALLS}
         vars(copied).update({**vars(nn.Module()), **copy.deepcopy(own, memo)})
     return cast(nn.Module, memo[id(module)])
+
+
+def present(device: torch.device | str) -> torch.device:
+    """The device, if it is there: weights are not read for one that is not."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"device must be one of this machine, such as 'cpu', got {str(device)!r} ({why})") from error

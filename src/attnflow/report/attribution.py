@@ -13,7 +13,17 @@ from attnflow._core import checks
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.report import charts, html
-from attnflow.report.attribution_rows import HeadRow, Leading, head_name, key_name, leading, query_name, remark, row_of
+from attnflow.report.attribution_rows import (
+    HeadRow,
+    Leading,
+    head_name,
+    key_name,
+    leading,
+    query_name,
+    remark,
+    row_of,
+    short,
+)
 from attnflow.report.charts import SOFT, Array, Figure, chart, colours, literal, name_axis, signed
 from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
@@ -239,7 +249,7 @@ def _draw_tokens(panel: Any, result: ScoreAttribution, row: HeadRow) -> None:
     order = np.argsort(-(row.weights[chosen] @ np.abs(sums)), kind="stable")[:_PARTS]
     rest = sums.sum(1) - sums[:, order].sum(1)
     lines = [row.totals[chosen], *sums[:, order].T]
-    names = ["sum of all", *(f"{result.key_components[part].brief} at the key" for part in order)]
+    names = ["sum of all", *(f"{short(result.key_components[part])} at the key" for part in order)]
     if sums.shape[1] > len(order):
         lines.append(rest)
         names.append(f"{plural(sums.shape[1] - len(order), 'other')} at the key")
@@ -272,7 +282,7 @@ def _collapsed(result: ScoreAttribution, table: Array) -> tuple[Array, tuple[lis
     sides: list[list[str]] = []
     for axis, names in enumerate((result.components, result.key_components)):
         if max(table.shape) <= _NAMED:
-            sides.append([name.brief for name in names])
+            sides.append([short(name) for name in names])
             continue
         groups = [name.place for name in names]
         kept = list(dict.fromkeys(groups))

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from attnflow._core import checks
-from attnflow._core.markup import part_name, token_label
+from attnflow._core.markup import part_name, shorten, token_label, visible
 from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.models.passes.recording import ComponentName
 from attnflow.report.charts import Array
@@ -50,7 +50,8 @@ class Leading:
     total: float
 
     def names(self, *, brief: bool = False) -> list[str]:
-        terms = [f"{query.brief if brief else query} × {key.brief if brief else key}" for query, key, _ in self.terms]
+        named = short if brief else visible
+        terms = [f"{named(query)} × {named(key)}" for query, key, _ in self.terms]
         return terms + [f"constant: {name}" for name in self.constants]
 
     @property
@@ -110,6 +111,10 @@ def remark(result: ScoreAttribution, row: HeadRow) -> str:
         "This key has nearly all of the weight, so the row’s mean is nearly its own score and centred terms are small. "
         "Those of another key say why it got less, and raw terms what the score is made of."
     )
+
+
+def short(name: ComponentName) -> str:
+    return shorten(name.brief, 34)
 
 
 def query_name(result: ScoreAttribution) -> str:

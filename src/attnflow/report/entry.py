@@ -21,7 +21,7 @@ _CELL: Final = 8  # characters of a token in a cell
 
 @describes(EntryReport)
 def entry_part(report: EntryReport, _: Context) -> PagePart:
-    numbers: list[tuple[str, Content]] = [("Layer", str(report.layer)), ("Norm of its value", f"{report.norm:.3g}")]
+    numbers: list[tuple[str, Content]] = [("Place", report.place), ("Norm of its value", f"{report.norm:.3g}")]
     if report.tokens_read:
         share = percent(report.active / report.tokens_read)
         numbers.append(("Active", tag("span", share, tag("small", f"of {grouped(report.tokens_read)} tokens"))))

@@ -113,6 +113,11 @@ class EntryReport(Result):
         None  # what the model says next with the entry and without it; None: no text was given
     )
 
+    @property
+    def place(self) -> str:
+        """Its layer and number in words, such as "layer 24 neuron 1005"."""
+        return part_name(self.layer, KINDS[self.name.lstrip("L0123456789")[0]], self.neuron)
+
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each token, example and near entry; "kind" distinguishes them."""
         table = [("raises", token.token, token.token_id, token.strength) for token in self.raised]
@@ -126,8 +131,7 @@ class EntryReport(Result):
         return f"<EntryReport {self.model}, {self.name}>"
 
     def __str__(self) -> str:
-        kind = KINDS[self.name.lstrip("L0123456789")[0]]
-        lines = [f"{self.name} of {self.model}: {part_name(self.layer, kind, self.neuron)}, entry {self.entry}"]
+        lines = [f"{self.name} of {self.model}: {self.place}, entry {self.entry}"]
         for name, pushed in (("raises", self.raised), ("lowers", self.lowered)):
             if pushed:
                 lines.append(f"{name}  {' '.join(token_label(token.token) for token in pushed)}")

@@ -29,6 +29,7 @@ from attnflow._core.errors import AttnflowError, MissingExtra, UnsupportedArchit
 from attnflow._core.files import write_folder
 from attnflow._core.version import warn_of_untried
 from attnflow.models.loading.names import REGISTRATIONS, resolve
+from attnflow.models.placement import present
 from attnflow.models.subject import Loaded
 from attnflow.models.weights.checkpoints import open_weights
 from attnflow.models.weights.checkpoints.files import (
@@ -85,8 +86,7 @@ def load_model(
         MissingPackage: the package of a short name is not installed; the message has the command.
         MissingExtra: the packages that read a GGUF file are not installed.
         FileNotFoundError: the file, folder or model does not exist, or the hub cannot be reached.
-        ValueError: the file or folder is not a model or has no safetensors weights, or the dtype is unknown,
-            or the device is not there.
+        ValueError: the file or folder is not a model or has no safetensors weights; no such dtype or device.
         BadCheckpoint: a file of the model is damaged or hostile, tensors are missing, or the folder holds an adapter.
             The message names the file, the tensors and the place.
         UnsupportedArchitecture: the model needs code from its repository.
@@ -95,8 +95,7 @@ def load_model(
     memory for 135 million parameters; from the cache it takes about 2 s.
     """
     kind, tokenizer, partial = _dtype(dtype), boolean("tokenizer", tokenizer), boolean("partial", partial)
-    place = _device(device)
-    folder, gguf = _locate(os.fspath(name_or_path))
+    place, (folder, gguf) = present(device), _locate(os.fspath(name_or_path))
     gaps: list[str] = []
     with quiet():
         if gguf is None:
@@ -129,15 +128,6 @@ def _dtype(dtype: object) -> torch.dtype | str:
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be a torch dtype or one of {', '.join(_DTYPES)}, got {dtype!r}")
     return "auto" if dtype == "auto" else cast(torch.dtype, getattr(torch, cast(str, dtype)))
-
-
-def _device(device: torch.device | str) -> torch.device:
-    """The device, if it is there: weights are not read for one that is not."""
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = first_line(error)
-        raise ValueError(f"device must be one of this machine, such as 'cpu', got {str(device)!r} ({why})") from error
 
 
 def _locate(name: str) -> tuple[str, str | None]:

@@ -42,8 +42,9 @@ def traced(trace: Trace, position: int) -> Reply:
 def _fired(one: Fired) -> Reply:
     return {
         "name": entry_name(one),
-        **fields(one, "entry", "head", "text"),
-        "layer": one.reader,
+        **fields(one, "entry", "neuron", "head", "text"),
+        "layer": one.reader,  # by which the page asks for it
+        "model_layer": one.layer,
         "promotes": labels(one.promotes),
         "suppresses": labels(one.suppresses),
         **numbers(score=one.score, weight=one.weight, norm=one.norm),
@@ -53,7 +54,7 @@ def _fired(one: Fired) -> Reply:
 
 def described(found: EntryReport, trace: Trace, position: int) -> Reply:
     return {
-        **fields(found, "name", "entry", "neuron", "head", "without"),
+        **fields(found, "name", "entry", "place", "head", "without"),
         "layer": found.reader,
         "norm": number(found.norm),
         "tokens": [token_label(text) for text in trace.tokens],

@@ -24,7 +24,7 @@ from attnflow.knowledge.reading.entry import removal
 from attnflow.knowledge.reading.provenance import Trace
 from attnflow.models import load_model
 from attnflow.models.subject import Loaded, Subject
-from attnflow.report.attribution_rows import head_name, key_name, query_name, remark, row_of
+from attnflow.report.attribution_rows import head_name, key_name, query_name, remark, row_of, short
 from attnflow.report.audit import LISTED, effort, strips_of
 from attnflow.report.bias import table_of
 from attnflow.report.charts import Array
@@ -297,8 +297,8 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
         "keys": list(found.keys),
         "key": found.keys[at],
         "weights": table(found.weights),
-        "sides": [name.brief for name in found.components],
-        "columns": [name.brief for name in found.key_components],
+        "sides": [short(name) for name in found.components],
+        "columns": [short(name) for name in found.key_components],
         "table": table(centred.terms[at]),
         **_terms(found, raw.terms[at], centred.terms[at]),
         "constants": [
