@@ -84,7 +84,7 @@ def test_bars_are_the_leading_terms_and_close_to_the_score_less_the_mean_of_the_
     order = terms.abs().flatten().topk(4).indices
     assert largest == pytest.approx(terms.flatten()[order].tolist())
     query, key = divmod(int(order[0]), len(result.components))
-    first, second = (str(result.components[i]).replace("layer ", "") for i in (query, key))
+    first, second = (str(result.components[i]).replace("layer ", "L") for i in (query, key))
     assert sorted(re.findall(r"\w[\w-]*", next(iter(shown)))) == sorted(re.findall(r"\w[\w-]*", f"{first} {second}"))
     assert list(shown)[4:] == ["constant: biases", "21 other terms", "sum of all"]
     bias = result.constants["biases"]

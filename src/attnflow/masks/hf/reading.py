@@ -135,8 +135,9 @@ def _watch(subject: Subject, sites: Iterable[Site], named: Mapping[str, Tensor],
         half = "encoder" if subject.encodes_and_decodes and site.part == "encoder" else ""
         place = ("cross-attention" if site.kind == "cross" else "attention", half, site.layers)
         if isinstance(call.mask, BlockMask) and not in_force(call.module, "mask"):
-            tables.append((place, number, _of_blocks(from_block_mask(call.mask), call)))
-            return proceed(call)
+            tables.append((place, number, table := _of_blocks(from_block_mask(call.mask), call)))
+            dense = table[None].to(call.query.device)  # FlexAttention is slow where it is not compiled
+            return proceed(call.replace(mask=dense, implementation="sdpa"))
         output, weights = weighed(call, proceed)
         allowed, apart = weights > 0, bool(in_force(call.module, "mask"))
         if not apart and isinstance(call.mask, Tensor):  # a weight may be so small that it is rounded to zero
