@@ -113,17 +113,25 @@ def test_attached_masks_show_also_where_heads_differ() -> None:
     assert [part.mask for part in af.masks.from_model(model, IDS).masks] == [causal]
 
 
-def test_a_weight_that_is_rounded_to_zero_is_still_allowed() -> None:
-    model = made("Llama")
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_weight_that_is_rounded_to_zero_is_still_allowed(implementation: str) -> None:
+    model = made("Llama", implementation)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(1e4)
             layer.self_attn.k_proj.weight.mul_(1e4)
-    assert not all(torch.equal(layer, torch.ones(SIZE, SIZE).tril() > 0) for layer in told(
-        model, input_ids=torch.tensor([IDS])
-    )["attention", ""])  # fmt: skip
+    if implementation == "eager":
+        weights = told(model, input_ids=torch.tensor([IDS]))["attention", ""]
+        assert not all(torch.equal(layer, torch.ones(SIZE, SIZE).tril() > 0) for layer in weights)
     (part,) = af.masks.from_model(model, IDS).masks
     assert part.mask == af.masks.causal(SIZE)
+
+
+def test_a_large_negative_number_masks_too() -> None:
+    pairs = torch.eye(SIZE, dtype=torch.bool) | (torch.arange(SIZE) == 0)
+    added = torch.where(pairs, 0.0, -1e4)[None, None]
+    found = af.masks.from_model(made("Llama"), {"input_ids": torch.tensor([IDS]), "attention_mask": added})
+    assert torch.equal(torch.as_tensor(found.masks[0].mask.dense()), pairs)
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from attnflow.models.passes.interception import (
 from attnflow.models.subject import Loaded, Subject, Text
 
 Place = tuple[str, str, str]  # kind, half and path of the list of layers
+_MASKED: Final = -9e3  # what is added to a score instead of removing its pair is -1e4 or less; ALiBi adds more
 
 
 def from_model(model: nn.Module | Loaded, inputs: Text, *, tokenizer: Any = None) -> ModelMasks:
@@ -138,15 +139,16 @@ def _watch(subject: Subject, sites: Iterable[Site], named: Mapping[str, Tensor],
             tables.append((place, number, table := _of_blocks(from_block_mask(call.mask), call)))
             dense = table[None].to(call.query.device)  # FlexAttention is slow where it is not compiled
             return proceed(call.replace(mask=dense, implementation="sdpa"))
-        output, weights = weighed(call, proceed)
+        # Without a query every key has an equal score: no weight is rounded to zero that the mask leaves.
+        _, weights = weighed(call.replace(query=torch.zeros_like(call.query)), proceed)
         allowed, apart = weights > 0, bool(in_force(call.module, "mask"))
-        if not apart and isinstance(call.mask, Tensor):  # a weight may be so small that it is rounded to zero
-            stated = call.mask if call.mask.dtype == torch.bool else call.mask > torch.finfo(call.mask.dtype).min / 2
+        if not apart and isinstance(call.mask, Tensor):  # it may hold ALiBi, too, by which far keys are rounded to zero
+            stated = call.mask if call.mask.dtype == torch.bool else call.mask > _MASKED
             stated = stated[0, ..., : allowed.shape[-1]]
             apart = len(stated) > 1
             allowed = allowed | stated if apart else allowed.any(0, keepdim=True) | stated
         tables.append((place, number, allowed if apart else allowed.any(0, keepdim=True)))
-        return output, None
+        return proceed(call)
 
     with still(subject.model), torch.no_grad():
         interceptors = {site.module: partial(look, site) for site in sites}
