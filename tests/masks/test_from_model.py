@@ -134,6 +134,12 @@ def test_a_large_negative_number_masks_too() -> None:
     assert torch.equal(torch.as_tensor(found.masks[0].mask.dense()), pairs)
 
 
+def test_a_layer_that_attends_twice_is_one_layer() -> None:
+    config = transformers.DiffLlamaConfig(**SIZES)
+    (part,) = af.masks.from_model(transformers.DiffLlamaForCausalLM(config), IDS).masks
+    assert (part.mask, part.layers) == (af.masks.causal(SIZE), (0, 1, 2, 3))
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = made("Mistral", "sdpa").train()
     state = {name: value.clone() for name, value in model.state_dict().items()}

@@ -107,7 +107,9 @@ class _Found:
             same = [head for head in rest if torch.equal(tables[head], tables[rest[0]])]
             dense = from_dense(tables[rest[0]], "a pattern of its own")
             heads = () if len(same) == len(tables) else tuple(same)
-            self._parts.setdefault((place, heads, equal_to(dense) or dense), []).append(layer)
+            layers = self._parts.setdefault((place, heads, equal_to(dense) or dense), [])
+            if layer not in layers:  # DiffLlama attends twice in each layer
+                layers.append(layer)
             rest = [head for head in rest if head not in same]
 
     def parts(self) -> tuple[LayerMask, ...]:
@@ -131,8 +133,12 @@ def _watch(subject: Subject, sites: Iterable[Site], named: Mapping[str, Tensor],
     def look(site: Site, call: AttentionCall, proceed: Proceed) -> Output:
         inside = site.name[len(site.layers) + 1 :].split(".")[0]
         members = len(cast(nn.ModuleList, subject.model.get_submodule(site.layers))) if inside.isdecimal() else 1
-        run = runs[site] = runs.get(site, -1) + 1  # a layer that runs again counts as a further one
-        number = (int(inside) if inside.isdecimal() else 0) + run * members
+        number = int(inside) if inside.isdecimal() else 0
+        if members < (
+            getattr(site.owner.config, "num_hidden_layers", None) or 0
+        ):  # as in ALBERT, whose layer runs again
+            number += members * runs.get(site, 0)
+            runs[site] = runs.get(site, 0) + 1
         half = "encoder" if subject.encodes_and_decodes and site.part == "encoder" else ""
         place = ("cross-attention" if site.kind == "cross" else "attention", half, site.layers)
         if isinstance(call.mask, BlockMask) and not in_force(call.module, "mask"):
