@@ -109,7 +109,7 @@ def trace(page):
     assert page.locator(".heat text.axis").all_text_contents() == ["token →", "layer →"]
     assert {fills(page, "plus"), fills(page, "minus")} in (BLUE_AND_ORANGE, BLUE_AND_ORANGE_ON_DARK)
     heads = page.locator(".fired thead th")
-    assert heads.all_text_contents()[1:4] == ["effect", "promotes here", "suppresses here"]
+    assert heads.all_text_contents()[1:6] == ["layer", "number", "effect", "promotes here", "suppresses here"]
     for row in page.locator(".fired tbody tr").all():
         promoted, suppressed = (row.locator("td.words").nth(i).text_content().split() for i in (0, 1))
         assert promoted
