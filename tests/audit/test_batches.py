@@ -169,6 +169,18 @@ def test_a_mask_of_pairs_that_attention_adds(dtype, implementation):
         assert check_batch({"input_ids": ids, "labels": ids, "attention_mask": additive}, model).ok
 
 
+@pytest.mark.parametrize("given", [[[0] * 5 + [3] * 7], [5, 7]])
+def test_documents_in_an_entry_with_a_name_of_its_own(given):
+    ids = torch.arange(5, 17)[None]
+    labels = ids.clone()
+    labels[0, 5] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    expected = check_batch(batch, CAUSAL, documents=torch.tensor(given))
+    report = check_batch({**batch, "turn": torch.tensor(given)}, CAUSAL, documents="turn")
+    assert report == expected
+    assert report.documents == 2
+
+
 def test_text_behind_an_end_token_is_named():
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7, EOS, 9, 10, 11, EOS]])
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(8).expand(2, -1)}

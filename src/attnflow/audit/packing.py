@@ -28,6 +28,13 @@ LENGTHS: Final = re.compile(r"((document|doc|segment|sequence|seq|sample|example
 _POSITIONS: Final = re.compile(r"positions?|input_pos(itions)?|pos_ids?|position_indices")
 
 
+def separates_documents(name: str) -> bool:
+    """Whether an entry of this name is read as numbers, lengths, boundaries or positions of documents."""
+    known = (_MORE_BOUNDARIES, _NUMBERS, LENGTHS, _POSITIONS)
+    given = (*DOCUMENT_ARGUMENTS, "attention_mask", "position_ids", "decoder_position_ids")
+    return name in given or any(form.fullmatch(name) for form in known)
+
+
 def read_packing(
     arguments: Mapping[str, Any],
     real: Tensor,

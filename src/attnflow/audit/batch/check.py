@@ -26,7 +26,7 @@ from attnflow.audit.batch.ranks import RankedLoss
 from attnflow.audit.batch.reading import IGNORED, WEIGHTS, BatchReading, Family, family_of, model_of, read_batch
 from attnflow.audit.batch.rows import DataRows, as_batch
 from attnflow.audit.batch.targets import LossUnread, call_of, least_width, read_targets, run_model
-from attnflow.audit.packing import as_tensor
+from attnflow.audit.packing import as_tensor, separates_documents
 from attnflow.audit.shards import Shard
 from attnflow.models.passes.evaluation import REFUSALS, refusal
 from attnflow.models.passes.processes import shared, together, world
@@ -328,16 +328,13 @@ def _together(reports: Sequence[BatchReport]) -> BatchReport:
 
 def _given(shift: int | None, causal: bool | None, eos: int | Sequence[int] | None, pad: int | None) -> dict[str, Any]:
     ends = None if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    values = {"shift": shift, "causal": causal, "ends": ends, "pad": pad}
-    return {name: value for name, value in values.items() if value is not None}
+    return {k: v for k, v in {"shift": shift, "causal": causal, "ends": ends, "pad": pad}.items() if v is not None}
 
 
-def _renamed(
-    batch: object, names: Mapping[str, str] | None, documents: Documents
-) -> tuple[Mapping[str, Any], str | None]:
+def _renamed(batch: Any, names: Mapping[str, str] | None, documents: Documents) -> tuple[Mapping[str, Any], str | None]:
     if not isinstance(batch, Mapping):
         raise TypeError(f"expected a batch as a mapping, such as a collator returns, got {type(batch).__name__}")
-    entries = dict(cast(Mapping[str, Any], batch))
+    entries: dict[str, Any] = dict(batch)
     for old, new in (names or {}).items():
         if old not in entries or (new in entries and new != old):
             problem = f"has no entry {old!r}" if old not in entries else f"has an entry {new!r} already"
@@ -346,7 +343,9 @@ def _renamed(
     if documents is None or isinstance(documents, str):
         if documents not in (None, "rows") and documents not in entries:
             raise ValueError(f"documents={documents!r} names no entry of the batch; it holds {sorted(entries)}")
-        return entries, documents
+        if documents in (None, "rows") or separates_documents(documents):
+            return entries, documents
+        documents = cast(Documents, entries.pop(documents))  # a name that only the caller knows
     ids = entries.get("input_ids", entries.get("labels"))
     numbered = ids is not None and as_tensor(documents).shape == as_tensor(ids).shape
     name = "document_ids" if numbered else "document_lengths"
