@@ -12,6 +12,7 @@ from attnflow.cli._output import BadUsage
 from attnflow.masks.export import FORMATS
 from attnflow.masks.registry import named_masks
 from attnflow.models.loading import loader
+from attnflow.models.loading.stored_config import stored_config
 from attnflow.models.subject import Subject
 from attnflow.tasks.derivation import named_families
 from tests.models import ZOO
@@ -95,14 +96,14 @@ def test_no_layer_that_is_there_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_the_sizes_in_the_header_of_a_gguf_file() -> None:
-    assert _early.config_of("smollm2-135m") == {"num_hidden_layers": 30, "num_attention_heads": 9}
+    assert stored_config("smollm2-135m") == {"num_hidden_layers": 30, "num_attention_heads": 9}
 
 
 def test_what_has_no_config_that_is_known_is_left_to_the_loader(tmp_path: Path) -> None:
     for name, content in (("config.json", "{"), ("weights.gguf", "GGUF"), ("other.gguf", "nothing")):
         (tmp_path / name).write_text(content)
-        assert _early.config_of(str(tmp_path / name)) == {}
-    assert _early.config_of(str(tmp_path)) == {}
+        assert stored_config(str(tmp_path / name)) == {}
+    assert stored_config(str(tmp_path)) == {}
     _early.require_place(str(tmp_path), layer=10**6)
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, cast
 
 from attnflow.cli._output import BadUsage
+from attnflow.models.loading.stored_config import stored_config
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _LAYERS: Final = (
@@ -19,11 +17,6 @@ _LAYERS: Final = (
     *("encoder_layers", "decoder_layers"),
 )
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
-_HEADER: Final = 1 << 16  # bytes of a GGUF file in which its sizes stand
-_TEXT, _LIST = 8, 9
-# Of GGUF's types; a text begins with its length.
-_FORMS: Final = {**dict(enumerate("BbHhIif?Q")), 10: "Q", 11: "q", 12: "d"}
-_WORDS: Final = {"num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count"}  # of GGUF
 
 
 @cache
@@ -65,7 +58,7 @@ def require_place(model: str, **places: int | Sequence[int] | None) -> None:
 
     A model may have several towers, whose layers are counted together here: the verb itself knows which it reads.
     """
-    config = config_of(model) if any(place is not None for place in places.values()) else {}
+    config = stored_config(model) if any(place is not None for place in places.values()) else {}
     for option, given in places.items():
         layers = option.startswith("layer")
         counts = list(_counts(config, _LAYERS if layers else _HEADS))
@@ -80,63 +73,3 @@ def _counts(config: Mapping[str, Any], names: Sequence[str]) -> Iterator[int]:
     for part in config.values():
         if isinstance(part, dict):
             yield from _counts(cast("dict[str, Any]", part), names)
-
-
-def config_of(model: str) -> Mapping[str, Any]:
-    """The config of a model by its name, as plain data; empty where it is not here, or in a form of its own."""
-    from attnflow.models.loading.names import resolve
-
-    try:
-        place = resolve(model)
-        if isinstance(place, str):
-            return _cached(place)
-        if place.is_dir() and (place / "config.json").is_file():
-            return json.loads((place / "config.json").read_text(encoding="utf-8"))
-        files = sorted(place.glob("*.gguf")) if place.is_dir() else [place]
-        return _of_gguf(files[0]) if len(files) == 1 else {}
-    except (
-        OSError,
-        ValueError,
-        ImportError,
-        LookupError,
-        struct.error,
-    ):  # what is wrong with it is said when it is loaded
-        return {}
-
-
-def _cached(hub_id: str) -> Mapping[str, Any]:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(hub_id, "config.json")
-    return json.loads(Path(found).read_text(encoding="utf-8")) if isinstance(found, str) else {}
-
-
-def _of_gguf(file: Path) -> Mapping[str, Any]:
-    """The first numbers of a GGUF header; the gguf package reads all words of the vocabulary, for seconds."""
-    with file.open("rb") as opened:
-        content = opened.read(_HEADER)
-    found: dict[str, Any] = {}
-    at = 16  # after the magic, the version and the count of tensors
-
-    def read(form: str) -> Any:
-        nonlocal at
-        (value,) = struct.unpack_from(f"<{form}", content, at)
-        at += struct.calcsize(f"<{form}")
-        return value
-
-    def value_of(kind: int) -> Any:
-        nonlocal at
-        if kind == _LIST:
-            of, count = read("I"), read("Q")
-            return [value_of(of) for _ in range(count)]
-        value = read(_FORMS[kind])
-        at += value if kind == _TEXT else 0
-        return value
-
-    with suppress(struct.error, KeyError):  # the end of what was read, in the words of the vocabulary
-        for _ in range(read("Q") if content[:4] == b"GGUF" else 0):
-            length = read("Q")
-            key, at = content[at : at + length].decode(errors="replace").partition(".")[2], at + length
-            value = value_of(read("I"))
-            found |= {name: value for name, word in _WORDS.items() if word == key}
-    return found
