@@ -108,22 +108,22 @@ def test_a_room_opens_without_the_optional_packages(name, opened):
 
 # Lines of each room, as few as they are now. Raising one is a decision: a commit of its own, which says why.
 BUDGETS = {
-    "_core": 1_286,
+    "_core": 1_333,
     "audit": 9_279,
-    "bias": 4_731,
-    "cli": 2_089,
-    "explain": 1_665,
-    "geometry": 3_328,
-    "knowledge": 8_839,
-    "masks": 4_209,
-    "models": 6_551,
+    "bias": 4_732,
+    "cli": 2_304,
+    "explain": 1_679,
+    "geometry": 3_330,
+    "knowledge": 8_884,
+    "masks": 4_557,
+    "models": 6_642,
     "order": 1_664,
-    "report": 7_286,
+    "report": 7_380,
     "studio": 760,
     "tasks": 5_934,
     "testing": 530,
 }
-TESTS = 56_018
+TESTS = 56_510
 
 
 @pytest.mark.parametrize("room", ["_core", *ROOMS])
