@@ -128,8 +128,8 @@ def ablated(page):
         tokens.nth(chosen).click()
         settled(page)
         assert tokens.nth(chosen).get_attribute("aria-pressed") == "true"
-        assert fired.locator("thead th").all_text_contents()[1:4] == ["effect", "ablated", "points lost"]
-        rows = [row.locator("td.n").all_text_contents()[:3] for row in fired.locator("tbody tr").all()]
+        assert fired.locator("thead th").all_text_contents()[3:6] == ["effect", "ablated", "points lost"]
+        rows = [row.locator("td.n").all_text_contents()[2:5] for row in fired.locator("tbody tr").all()]
         assert all(number(cell) is not None for row in rows[:8] for cell in row)
         assert [row[1:] for row in rows[8:]] == [["–", "–"]] * len(rows[8:])
         assert any(row[0] != row[1] for row in rows[:8]), "two questions, two answers"
@@ -197,7 +197,7 @@ def why(page):
     view.locator(".picks rect:not(.chosen)").nth(2 * count(view, "Key") + 3).click(force=True)
     settled(page)
     verdict = view.locator(".verdict").text_content()
-    assert verdict.startswith("In head 2 of layer 1, “")
+    assert verdict.startswith("In layer 1 head 2, “")
     assert work.get_by_label("layer").input_value() == "1"
     assert work.get_by_label("head").input_value() == "2"
     view.get_by_role("group", name="Key").get_by_role("button").nth(1).click()
