@@ -1,6 +1,7 @@
 """Each help page ends with an example that runs: here with a tiny model, and with the one that it names."""
 
 import io
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +24,11 @@ FINDINGS = {"knowledge edit"}  # of random weights, an edit need not hold
 
 
 def example(run: Callable, page: str) -> str:
-    shown = " ".join(run.ok(*page.split(), "--help").split())
-    before, sign, command = shown.rpartition("Example: ")
+    """The command that a reader of the page copies, after the shell has joined its lines."""
+    before, sign, lines = run.ok(*page.split(), "--help").rpartition("Example:\n\n")
     assert sign, f"the help of {page!r} has no example"
-    assert before.endswith(("message and exit. ", "command. ")) or "Commands:" in before, "it is the end of the page"
-    return command
+    assert before.rstrip().endswith(("message and exit.", "command.")) or "Commands:" in before, "it ends the page"
+    return re.sub(r" \\\n +", " ", lines.strip())
 
 
 def in_shell(run: Callable, line: str, monkeypatch: pytest.MonkeyPatch) -> int:

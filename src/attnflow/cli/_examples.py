@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
-_TASK: Final = (
-    '{"inputs": [{"id": 5, "position": 0}, {"id": 6, "position": 1}], '
-    '"labels": [{"position": 0, "target": {"id": 6, "position": 1}}], '
-    '"mask": {"name": "causal", "parameters": {"n": 2}}}'
-)
+_TASK: Final = """{
+  "inputs": [{"id": 5, "position": 0}, {"id": 6, "position": 1}],
+  "labels": [{"position": 0, "target": {"id": 6, "position": 1}}],
+  "mask": {"name": "causal", "parameters": {"n": 2}}}"""
 _ROW: Final = '{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]}'
-_BIAS: Final = (
-    'python -c \'import attnflow as af; model = af.load_model("smollm2-135m").model; '
-    'af.bias.attach(model, af.bias.GuidanceConfig()); af.bias.save(model, "my-bias")\' && attnflow bias show my-bias'
-)
+_BIAS: Final = """python -c 'import attnflow as af; m = af.load_model("smollm2-135m").model; (
+    af.bias.attach(m, af.bias.KeyConfig()), af.bias.save(m, "my-bias"))' && attnflow bias show my-bias"""
 _TRACE: Final = 'attnflow knowledge trace smollm2-135m "The capital of France is" --count 5'
 _STORE: Final = "attnflow knowledge build my-store smollm2-135m"
 
@@ -51,3 +49,17 @@ EXAMPLES: Final[Mapping[str, str]] = {
     ),
     "knowledge trace": _TRACE,
 }
+_WORD: Final = re.compile(r"""(?:-[-\w]+ (?!-))?(?:'[^']*'|"[^"]*"|[^\s'"])+""")  # an option stays with its value
+
+
+def example(page: str, width: int = 74) -> str:
+    """The end of a help page: lines that a shell joins, as a line that click wraps may end inside quotes."""
+    first, *words = _WORD.findall(EXAMPLES[page])
+    lines = [first]
+    for word in words:
+        if len(lines[-1].rpartition("\n")[2]) + len(word.partition("\n")[0]) < width:
+            lines[-1] += f" {word}"
+        else:
+            lines[-1] += " \\"
+            lines.append(f"  {word}")
+    return "Example:\n\n\b\n" + "\n".join(lines)

@@ -15,7 +15,7 @@ import typer
 from attnflow._core.errors import AttnflowError
 from attnflow._core.version import __version__
 from attnflow.cli import audit, explain, geometry, knowledge, mask, single
-from attnflow.cli._examples import EXAMPLES
+from attnflow.cli._examples import EXAMPLES, example
 from attnflow.cli._output import BadUsage, complain
 from attnflow.cli._ranks import part, speaks
 
@@ -27,7 +27,7 @@ W_q and W_k (geometry), and from which stored knowledge (knowledge). `explain` a
 model."""
 _EPILOG: Final = (
     "Exit codes: 0 for no finding, 1 for a finding (such as a leak), 2 for wrong usage or a failed command.\n\n"
-    f"Example: {EXAMPLES['']}"
+    + example("")
 )
 
 app = typer.Typer(
@@ -52,11 +52,12 @@ GROUPS: Final = {
     "knowledge": knowledge.app,
 }
 for name, group in GROUPS.items():
-    app.add_typer(group, name=name, epilog=f"Example: {EXAMPLES[name]}")
+    app.add_typer(group, name=name, epilog=example(name))
     for command in group.registered_commands:
-        command.epilog = f"Example: {EXAMPLES.get(f'{name} {command.name}', EXAMPLES[name])}"
+        page = f"{name} {command.name}"
+        command.epilog = example(page if page in EXAMPLES else name)
 for command in app.registered_commands:
-    command.epilog = f"Example: {EXAMPLES[str(command.name)]}"
+    command.epilog = example(str(command.name))
 
 
 def _print_version(asked: bool) -> bool:
