@@ -268,7 +268,7 @@ def test_answers_by_name_by_default_and_by_class():
     assert found.probability == pytest.approx(float(logits.softmax(0).max()), rel=1e-5)
     assert [edge.removed is not None for edge in found.causes[:3]] == [True, True, False]
     lines = repr(found).splitlines()
-    assert len(lines) <= 14
+    assert len(lines) <= 15
     assert max(map(len, lines)) <= 80
     assert af.explain.answer(loaded, "w4 w5 w6", "w1", ["w2", 5]).against == ("w2", "w4")
     torch.manual_seed(0)

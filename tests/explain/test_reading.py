@@ -88,7 +88,7 @@ def test_what_is_not_of_the_pass_and_what_is_named_twice():
         for change in ({"layer": 9}, {"head": 9}, {"key": 9}, {"query": -1}):
             with pytest.raises(ValueError, match="expected an edge of this pass"):
                 reading.remove([dataclasses.replace(edge, **change)])
-        for change in ({"layer": 9}, {"position": 9}, {"entry": 999}):
+        for change in ({"layer": 9}, {"position": 9}, {"neuron": 999}):
             for ask in (reading.entry, lambda wrong: reading.remove([wrong])):
                 with pytest.raises(ValueError, match="expected an entry of this pass"):
                     ask(dataclasses.replace(entry, **change))
@@ -194,7 +194,7 @@ def test_what_is_taken_out_is_of_one_run_of_a_layer_that_runs_twice():
             return (changed,)
 
         hooks = [layer.attention.value.register_forward_hook(lambda _, __, out, values=values: values.update(v=out))]
-        target, hook = (layer.ffn_output, entry) if hasattr(item, "entry") else (layer.attention.dense, head)
+        target, hook = (layer.ffn_output, entry) if hasattr(item, "neuron") else (layer.attention.dense, head)
         hooks.append(target.register_forward_pre_hook(hook))
         with torch.no_grad():
             logits = model(IDS).logits[0, -1]

@@ -31,7 +31,7 @@ NOT_FOLDED = {
                     "no norm was seen"),
     "Dbrx": "other lengths",  # its queries and keys are clipped
     # activations of these tiny models are far below the norm's epsilon
-    "BlipVision": "no norm that is known", "SamVision": "no norm that is known",
+    "BlipVision": "its norm is not known", "SamVision": "its norm is not known",
 }  # fmt: skip
 
 

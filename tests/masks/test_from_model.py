@@ -187,3 +187,89 @@ def test_images_have_no_tokens() -> None:
     found = af.masks.from_model(model, {"pixel_values": torch.zeros(1, 3, 8, 8)})
     assert (found.tokens, found.masks[0].mask, found.masks[0].layers) == ((), af.masks.full(5), (0, 1))
     assert found.labels(found.masks[0]) is None
+
+
+OWN = {  # models that compute their attention themselves: what they return is no weights of their usual pass
+    "Falcon": ({"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}, "computes other outputs"),
+    "Longformer": (SIZES | {"attention_window": 4}, "not weights over all keys"),
+    "ProphetNet": (
+        {"hidden_size": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_encoder_layers": 1}
+        | {"num_decoder_layers": 1, "num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2},
+        "not weights over all keys",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_is_no_weight_is_refused(name: str) -> None:
+    options, message = OWN[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{"vocab_size": 40, **options})
+    with pytest.raises(UnsupportedArchitecture, match=message):
+        af.masks.from_model(getattr(transformers, f"{name}Model")(config).eval(), IDS)
+
+
+def test_weights_that_a_model_returns_rounded_to_zero_are_refused() -> None:
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    model = transformers.GPTJModel(transformers.GPTJConfig(**GPT, rotary_dim=4, **ends)).eval()
+    assert af.masks.from_model(model, IDS).masks[0].mask == af.masks.causal(SIZE)
+    with torch.no_grad():
+        for layer in model.h:
+            layer.attn.q_proj.weight.mul_(100)
+            layer.attn.k_proj.weight.mul_(100)
+    with pytest.raises(UnsupportedArchitecture, match="zero in some heads only, where they may be rounded"):
+        af.masks.from_model(model, IDS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_every_number_type_shows_the_same_masks(dtype: torch.dtype, implementation: str) -> None:
+    found = af.masks.from_model(made("Gemma3", implementation).to(dtype), IDS)
+    assert [part.mask.name for part in found.masks] == ["sliding_window", "causal"]
+
+
+def test_packed_documents_are_those_of_the_call_which_makes_a_cache_by_default() -> None:
+    model = made("Llama", "sdpa")
+    packed = {"input_ids": torch.tensor([IDS]), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}
+    moved = {**packed, "input_ids": packed["input_ids"].clone()}
+    moved["input_ids"][0, 0] = 30
+    for more, mask in (({}, af.masks.causal(SIZE)), ({"use_cache": False}, af.masks.document([3, 4]))):
+        (part,) = af.masks.from_model(model, {**packed, **more}).masks
+        with torch.no_grad():
+            change = (model(**packed, **more).logits - model(**moved, **more).logits).abs()[0, -1].max()
+        assert part.mask == mask
+        assert (change > 1e-6) == mask.allows(3, 0)
+
+
+def test_a_learned_bias_keeps_all_pairs() -> None:
+    model, causal = made("Llama", "sdpa"), af.masks.causal(SIZE)
+    with af.bias.attach(model, af.bias.GuidanceConfig()):
+        assert [part.mask for part in af.masks.from_model(model, IDS).masks] == [causal]
+        with af.masks.attach(model, af.masks.prefix_lm(SIZE, 3)):
+            assert [part.mask for part in af.masks.from_model(model, IDS).masks] == [af.masks.prefix_lm(SIZE, 3)]
+    wide = made("T5")
+    with torch.no_grad():
+        for name, parameter in wide.named_parameters():
+            if "relative_attention_bias" in name:
+                parameter.normal_().mul_(1e3)
+    assert [part.mask.density for part in af.masks.from_model(wide, IDS).masks] == [1, causal[:-1, :-1].density, 1]
+
+
+def test_windows_have_no_mask_in_common() -> None:
+    sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2], "num_heads": [2], "window_size": 4}
+    for kind in ("Swin", "Swinv2"):
+        model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes)).eval()
+        with pytest.raises(UnsupportedArchitecture, match="windows"):
+            af.masks.from_model(model, {"pixel_values": torch.zeros(1, 3, 32, 32)})
+
+
+def test_a_result_with_other_fields_is_refused() -> None:
+    content = af.masks.from_model(made("Llama"), IDS).to_dict()
+    assert ModelMasks.from_dict(content).to_dict() == content
+    (part,) = content["masks"]
+    for changed, message in (({"kind": None}, "kind must be text"), ({"more": 1}, "unknown name 'more'")):
+        with pytest.raises(ValueError, match=message):
+            ModelMasks.from_dict({**content, "masks": [{**part, **changed}]})
+    with pytest.raises(ValueError, match="lacks kind"):
+        ModelMasks.from_dict({**content, "masks": [{k: v for k, v in part.items() if k != "kind"}]})

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from attnflow._core.lazy import renderer
 from attnflow._core.markup import part_name, percent, plural, runs, shorten
-from attnflow._core.plain import as_integer, as_list, as_object
+from attnflow._core.plain import as_integer, as_list, as_object, as_text, only_keys
 from attnflow._core.results import Result
 from attnflow.masks.mask import Mask
 from attnflow.masks.spec import mask_from_dict
@@ -98,8 +98,9 @@ class ModelMasks(Result):
         parts: list[LayerMask] = []
         for place, value in enumerate(as_list(content["masks"], "masks")):
             part = as_object(value, f"masks[{place}]")
+            only_keys(part, f"masks[{place}]", tuple(LayerMask.__dataclass_fields__))
             layers, heads = ([as_integer(n, name) for n in as_list(part[name], name)] for name in ("layers", "heads"))
-            words = [str(part[name]) for name in ("kind", "half", "stack")]
+            words = [as_text(part[name], name) for name in ("kind", "half", "stack")]
             mask = mask_from_dict(part["mask"], f"masks[{place}]")
             parts.append(LayerMask(mask, tuple(layers), tuple(heads), *words))
         tokens, encoder, beside = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.markup import part_name
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_block_mask, from_dense
 from attnflow.masks.diagnosis import equal_to
@@ -18,7 +20,6 @@ from attnflow.masks.in_model import LayerMask, ModelMasks
 from attnflow.masks.mask import Mask
 from attnflow.models.anatomy.mixing import attends, moves_between_positions
 from attnflow.models.anatomy.sites import Site, mixers_beside, models_around
-from attnflow.models.passes.beside import weighed
 from attnflow.models.passes.evaluation import REFUSALS, refusal, still
 from attnflow.models.passes.interception import (
     IMPLEMENTATIONS,
@@ -39,9 +40,11 @@ _MASKED: Final = -9e3  # what is added to a score instead of removing its pair i
 def from_model(model: nn.Module | Loaded, inputs: Text, *, tokenizer: Any = None) -> ModelMasks:
     """Read the masks under which a model attends to these inputs: what its attention does, not what a config says.
 
-    A pair (query, key) is allowed where the weight after the softmax is not zero in any head of a layer. Windows,
-    packed documents, padding, attached masks and masks in the inputs all show. Layers with one mask are listed
-    together. Heads are separate only where the model or an attached mask separates them.
+    A pair (query, key) is allowed where the mask leaves it a weight in any head of a layer. Windows, padding, attached
+    masks and masks in the inputs all show; so do packed documents, and that a cache lets them read one another, as in
+    `model(**inputs)`: pass use_cache=False among the inputs if you train so. Under eager attention a row of padding
+    attends to all keys, if its mask leaves none. Layers with one mask are listed together. Heads are separate only
+    where the model or an attached mask separates them.
 
     Args:
         model: a transformers model, or what `af.load_model` returned.
@@ -145,9 +148,7 @@ def _watch(subject: Subject, sites: Iterable[Site], named: Mapping[str, Tensor],
             tables.append((place, number, table := _of_blocks(from_block_mask(call.mask), call)))
             dense = table[None].to(call.query.device)  # FlexAttention is slow where it is not compiled
             return proceed(call.replace(mask=dense, implementation="sdpa"))
-        # Without a query every key has an equal score: no weight is rounded to zero that the mask leaves.
-        _, weights = weighed(call.replace(query=torch.zeros_like(call.query)), proceed)
-        allowed, apart = weights > 0, bool(in_force(call.module, "mask"))
+        allowed, apart = _kept(call, proceed), bool(in_force(call.module, "mask"))
         if not apart and isinstance(call.mask, Tensor):  # it may hold ALiBi, too, by which far keys are rounded to zero
             stated = call.mask if call.mask.dtype == torch.bool else call.mask > _MASKED
             stated = stated[0, ..., : allowed.shape[-1]]
@@ -160,7 +161,7 @@ def _watch(subject: Subject, sites: Iterable[Site], named: Mapping[str, Tensor],
         interceptors = {site.module: partial(look, site) for site in sites}
         looking = intercept(models_around(sites), interceptors, role="look", implementation=implementation)
         try:
-            cast(Callable[..., Any], subject.model)(**{**subject.sparing, **named})
+            _run(subject, named)
         except UnsupportedArchitecture:
             raise
         except REFUSALS as error:
@@ -171,6 +172,44 @@ def _watch(subject: Subject, sites: Iterable[Site], named: Mapping[str, Tensor],
             looking.remove()
     for table in tables:
         found.add(*table)
+
+
+def _run(subject: Subject, named: Mapping[str, Tensor], **more: object) -> Any:
+    """Run the model as its caller does: with a cache if it makes one, beside which position_ids keep nothing apart."""
+    last = {"logits_to_keep": 1} if subject.accepts("logits_to_keep") else {}
+    return cast(Callable[..., Any], subject.model)(**{**last, **named, **more})
+
+
+def _kept(call: AttentionCall, proceed: Proceed) -> Tensor:
+    """The pairs to which a call gives a weight, bool [heads, queries, keys].
+
+    Queries and keys of zeros score all pairs alike, and the values are an identity: the output is the weights that the
+    mask leaves, and none of them is rounded to zero. Learned biases keep all pairs, and stand aside.
+    """
+    dtype = torch.float32 if call.query.device.type == "mps" else torch.float64
+    keys = call.key.shape[2]
+    query, key = (torch.zeros_like(tensor, dtype=dtype) for tensor in (call.query, call.key))
+    value = torch.eye(keys, dtype=dtype, device=call.value.device).expand(*call.value.shape[:2], keys, keys)
+    mask, *more = (_as(tensor, dtype) for tensor in (call.mask, *call.kwargs.values()))
+    kwargs = dict(zip(call.kwargs, more, strict=True))
+    if isinstance(bias := kwargs.get("position_bias"), Tensor):  # T5's, which is added beside the mask
+        kwargs["position_bias"] = torch.zeros_like(bias)
+    masks = in_force(call.module, "mask")
+    chain = tuple(member for member in proceed.following if member in masks)
+    probe = call.replace(query=query, key=key, value=value, mask=mask, kwargs=kwargs)
+    output = replace(proceed, following=chain)(probe)[0]
+    if len(output) != 1:
+        raise UnsupportedArchitecture(
+            f"{type(call.module).__name__} attends in {len(output)} windows of one input, which have no mask in "
+            "common: af.audit.measure measures its order"
+        )
+    if output.ndim == 3:  # some kernels join the heads
+        output = output.unflatten(-1, (query.shape[1], -1))
+    return (output[0] > 0).transpose(0, 1)
+
+
+def _as(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _of_blocks(masks: Mask | MaskGrid, call: AttentionCall) -> Tensor:
@@ -197,12 +236,17 @@ def _told(subject: Subject, named: Mapping[str, Tensor], found: _Found) -> list[
         )
     try:
         with still(subject.model), torch.no_grad():
-            output = cast(Callable[..., Any], subject.model)(**{**subject.sparing, **named}, output_attentions=True)
+            usual, output = _run(subject, named), _run(subject, named, output_attentions=True)
     except REFUSALS as error:
         raise UnsupportedArchitecture(
             f"{subject.kind} shows no weights of attention ({type(error).__name__}: {refusal(error)}): "
             "af.audit.measure measures its order"
         ) from error
+    if not torch.allclose(_first(output), _first(usual), rtol=1e-2, atol=1e-3):
+        raise UnsupportedArchitecture(
+            f"{subject.kind} computes other outputs where it returns weights of attention, which are therefore not "
+            'those of its usual pass: load it with attn_implementation="eager"'
+        )
     listed: dict[Place, Any] = {
         ("attention", "encoder", ""): getattr(output, "encoder_attentions", None),
         ("attention", "", ""): getattr(output, "decoder_attentions", None) or getattr(output, "attentions", None),
@@ -210,11 +254,33 @@ def _told(subject: Subject, named: Mapping[str, Tensor], found: _Found) -> list[
     }
     for place, layers in listed.items():
         for number, weights in enumerate(layers or ()):
-            if getattr(weights, "ndim", 0) == 4 and len(weights) == 1:
-                found.add(place, number, (weights[0] > 0).any(0, keepdim=True))
+            name = part_name(number, place[0], half=place[1])
+            found.add(place, number, _positive(weights, f"{subject.kind}, {name}", own=place[0] == "attention"))
     if not found.parts():
         raise UnsupportedArchitecture(
             f"{subject.kind} computes its attention itself and returns no weights of it: af.audit.measure measures its "
             "order"
         )
     return list(mixers)
+
+
+def _first(output: Any) -> Tensor:
+    return cast(Tensor, output.logits if getattr(output, "logits", None) is not None else output[0]).float()
+
+
+def _positive(weights: object, where: str, own: bool) -> Tensor:
+    """The pairs with a weight, bool [1, queries, keys]; raises unless they are weights, and zeros are a mask's."""
+    problem = "not weights over all keys (but scores, or of windows)"
+    if isinstance(weights, Tensor) and weights.ndim == 4 and len(weights) == 1:
+        sums = weights[0].float().nan_to_num().sum(-1)
+        square = not own or weights.shape[2] == weights.shape[3]
+        if square and bool((((sums - 1).abs() < 1e-2) | (sums == 0)).all()):
+            allowed = weights[0] > 0
+            kept = allowed.any(0, keepdim=True)
+            if bool((allowed == kept).all()) or equal_to(from_dense(kept[0].cpu(), "")) is not None:
+                return kept
+            problem = "zero in some heads only, where they may be rounded"
+    raise UnsupportedArchitecture(
+        f"{where}: it is computed by the model itself, and what that returns is {problem}: af.audit.measure measures "
+        "its order"
+    )
