@@ -41,8 +41,8 @@ def from_model(model: nn.Module | Loaded, inputs: Text, *, tokenizer: Any = None
     """Read the masks under which a model attends to these inputs: what its attention does, not what a config says.
 
     A pair (query, key) is allowed where the mask leaves it a weight in any head of a layer. Windows, padding, attached
-    masks and masks in the inputs all show; so do packed documents, and that a cache lets them read one another, as in
-    `model(**inputs)`: pass use_cache=False among the inputs if you train so. Under eager attention a row of padding
+    masks and masks in the inputs all show. Packed documents show as `model(**inputs)` keeps them apart. By
+    `position_ids` alone it does not beside a cache: pass use_cache=False among the inputs if you train so. Under eager attention a row of padding
     attends to all keys, if its mask leaves none. Layers with one mask are listed together. Heads are separate only
     where the model or an attached mask separates them.
 
@@ -175,13 +175,13 @@ def _watch(subject: Subject, sites: Iterable[Site], named: Mapping[str, Tensor],
 
 
 def _run(subject: Subject, named: Mapping[str, Tensor], **more: object) -> Any:
-    """Run the model as its caller does: with a cache if it makes one, beside which position_ids keep nothing apart."""
+    """Run the model as its caller does: with a cache if it makes one, so that position_ids keep nothing apart."""
     last = {"logits_to_keep": 1} if subject.accepts("logits_to_keep") else {}
     return cast(Callable[..., Any], subject.model)(**{**last, **named, **more})
 
 
 def _kept(call: AttentionCall, proceed: Proceed) -> Tensor:
-    """The pairs to which a call gives a weight, bool [heads, queries, keys].
+    """Whether a call gives a pair a weight, bool [heads, queries, keys].
 
     Queries and keys of zeros score all pairs alike, and the values are an identity: the output is the weights that the
     mask leaves, and none of them is rounded to zero. Learned biases keep all pairs, and stand aside.
