@@ -175,7 +175,7 @@ def _watch(subject: Subject, sites: Iterable[Site], named: Mapping[str, Tensor],
 
 
 def _run(subject: Subject, named: Mapping[str, Tensor], **more: object) -> Any:
-    """Run the model as its caller does: with a cache if it makes one, so that position_ids keep nothing apart."""
+    """Run the model as its caller does: with a cache if it makes one, which ends what position_ids keep apart."""
     last = {"logits_to_keep": 1} if subject.accepts("logits_to_keep") else {}
     return cast(Callable[..., Any], subject.model)(**{**last, **named, **more})
 
