@@ -1,4 +1,4 @@
-"""Reads the masks that a model's attention really uses, off the weights that it gives in one pass."""
+"""Reads the masks that a model's attention really uses, in one pass."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def from_model(model: nn.Module | Loaded, inputs: Text, *, tokenizer: Any = None
 
     A pair (query, key) is allowed where the mask leaves it a weight in any head of a layer. Windows, padding, attached
     masks and masks in the inputs all show. Packed documents show as `model(**inputs)` keeps them apart. By
-    `position_ids` alone it does not beside a cache: pass use_cache=False among the inputs if you train so. Under eager attention a row of padding
-    attends to all keys, if its mask leaves none. Layers with one mask are listed together. Heads are separate only
-    where the model or an attached mask separates them.
+    `position_ids` alone it does not beside a cache: pass use_cache=False among the inputs if you train so. Under eager
+    attention a row of padding attends to all keys, if its mask leaves none. Layers with one mask are listed together.
+    Heads are separate only where the model or an attached mask separates them.
 
     Args:
         model: a transformers model, or what `af.load_model` returned.
