@@ -74,8 +74,8 @@ def mask_show(
     (layers until all information has flowed), the classes and the Hasse diagram of the order, and the block sparsity.
     -o writes .svg, .png, .pdf or .html.
 
-    For a model and a --text it shows the masks under which the model attends to that text, read off the weights of its
-    attention: each mask once, with its layers, and the tokens beside the rows.
+    For a model and a --text it shows the masks under which the model attends to that text, read off its attention: each
+    mask once, with its layers, and the tokens beside the rows.
     """
     target = _target(output)
     if text is not None or ids is not None:

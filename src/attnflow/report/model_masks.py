@@ -24,7 +24,7 @@ def masks_svg(result: ModelMasks, *, size: int = 360, title: str | None = None) 
 
 @describes(ModelMasks)
 def masks_part(result: ModelMasks, _: Context) -> PagePart:
-    lead = "Read off the weights of attention in one pass. Row = query, column = key; filled is attended to."
+    lead = "Read off attention in one pass. Row = query, column = key; filled is attended to."
     figures = [
         tag("div", tag("h3", part.name), html.figure(_drawn(result, part, 360), code(shorten(repr(part.mask), 200))))
         for part in result.masks
