@@ -83,16 +83,63 @@ def test_names_read_off_the_source_are_those_of_the_registries() -> None:
     assert set(_early.format_names()) == set(FORMATS)
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert", "T5", "Bart", "Gemma3"])
+@pytest.mark.parametrize("name", ZOO)
 def test_no_layer_that_is_there_is_refused(name: str, tmp_path: Path) -> None:
-    found = [key for key in ZOO if key.lower() == name.lower()]
-    model = ZOO[found[0] if found else next(key for key in ZOO if name.lower() in key.lower())].make()
+    model = ZOO[name].make()
     model.config.save_pretrained(tmp_path)
     last = max(Subject(model).layers.values())
     _early.require_place(str(tmp_path), layer=last, head=0)
     _early.require_place(str(tmp_path), layers=[0, -1, last])
-    with pytest.raises(BadUsage, match="layer must be at most"):
-        _early.require_place(str(tmp_path), layer=99)
+    if name in ("Llama", "GPT2", "Bert", "T5", "Bart", "Gemma3"):
+        for place in ("layer", "head"):
+            with pytest.raises(BadUsage, match=f"{place} must be at most"):
+                _early.require_place(str(tmp_path), **{place: 99})
+
+
+TOWER = {"model_type": "clip_vision_model", "num_hidden_layers": 2, "num_attention_heads": 4}
+BART = {"encoder_layers": 2, "decoder_layers": 4, "encoder_attention_heads": 2, "decoder_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": TOWER},
+        {"model_type": "llava", "text_config": {}, "vision_config": TOWER},
+        {"model_type": "llava", "vision_config": TOWER},
+        {"model_type": "bart", "num_hidden_layers": 2, "encoder_layers": 2, "encoder_attention_heads": 2},
+        {"model_type": "t5", "num_layers": 2},
+        {"num_hidden_layers": "2", "num_attention_heads": "2"},
+        {"num_hidden_layers": None, "num_attention_heads": None},
+        {"num_hidden_layers": True, "num_attention_heads": 0},
+        {"depths": [2, 2, 18, 2], "num_layers": 4, "num_heads": [3, 6, 12, 24]},
+        {"num_attention_heads": 4, "num_attention_heads_per_layer": [4, 24]},
+        [], None, "2", 2, [{"num_hidden_layers": 2}],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_number_that_the_config_leaves_open_refuses_nothing(config: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _early.require_place(str(tmp_path), layer=20, head=20)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "heads"),
+    [
+        (BART, 6, 4),
+        ({**BART, "num_hidden_layers": 2, "num_attention_heads": 2}, 6, 4),
+        ({"text_config": TOWER, "vision_config": {**TOWER, "num_hidden_layers": 3}, "model_type": "llava"}, 5, 4),
+        ({**TOWER, "quantization_config": {"bits": 4}, "num_key_value_heads": 8}, 2, 4),
+    ],
+    ids=str,
+)
+def test_a_number_that_the_config_tells_refuses_what_is_above(
+    config: object, layers: int, heads: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _early.require_place(str(tmp_path), layer=layers - 1, head=heads - 1)
+    for place, count in (("layer", layers), ("head", heads)):
+        with pytest.raises(BadUsage, match=f"{place} must be at most {count - 1}, got {count}: .* has {count},"):
+            _early.require_place(str(tmp_path), **{place: count})
 
 
 def test_the_sizes_in_the_header_of_a_gguf_file() -> None:
@@ -100,7 +147,12 @@ def test_the_sizes_in_the_header_of_a_gguf_file() -> None:
 
 
 def test_what_has_no_config_that_is_known_is_left_to_the_loader(tmp_path: Path) -> None:
-    for name, content in (("config.json", "{"), ("weights.gguf", "GGUF"), ("other.gguf", "nothing")):
+    for name, content in (
+        ("config.json", "{"),
+        ("config.json", "[" * 99_999),
+        ("weights.gguf", "GGUF"),
+        ("other.gguf", "nothing"),
+    ):
         (tmp_path / name).write_text(content)
         assert stored_config(str(tmp_path / name)) == {}
     assert stored_config(str(tmp_path)) == {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import re
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, cast
@@ -12,11 +14,17 @@ from attnflow.cli._output import BadUsage
 from attnflow.models.loading.stored_config import stored_config
 
 _PACKAGE: Final = Path(__file__).parents[1]
+# (keys that count layers or heads, the sets of them that tell all): what has others is left to the verb.
 _LAYERS: Final = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
-    *("encoder_layers", "decoder_layers"),
+    re.compile(r"(num_|n_)?(hidden_)?layers?|num_blocks|depths?|\w*(en|de)coder\w*_layers"),
+    [{"num_hidden_layers"}, {"n_layer"}, {"n_layers"}, {"depth"}, {"num_layers", "num_decoder_layers"}]
+    + [{f"{of}encoder_layers", f"{of}decoder_layers"} for of in ("", "num_")],
 )
-_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
+_HEADS: Final = (
+    re.compile(r"(num_|n_)?(query_)?heads?|(?!.*(key|kv))\w*att\w*_heads?\w*"),
+    [{"num_attention_heads"}, {"n_head"}, {"n_heads"}, {"num_heads"}, {"attention_heads"}]
+    + [{f"{of}encoder_attention_heads", f"{of}decoder_attention_heads"} for of in ("", "num_")],
+)
 
 
 @cache
@@ -61,15 +69,25 @@ def require_place(model: str, **places: int | Sequence[int] | None) -> None:
     config = stored_config(model) if any(place is not None for place in places.values()) else {}
     for option, given in places.items():
         layers = option.startswith("layer")
-        counts = list(_counts(config, _LAYERS if layers else _HEADS))
+        counts = _counts(config, *(_LAYERS if layers else _HEADS))
         most = (sum if layers else max)(counts or [0]) - 1
         for place in [given] if isinstance(given, int) else given or ():
             if counts and not -most - 1 <= place <= most:
                 raise BadUsage(f"{option} must be at most {most}, got {place}: {model} has {most + 1}, numbered from 0")
 
 
-def _counts(config: Mapping[str, Any], names: Sequence[str]) -> Iterator[int]:
-    yield from (value for name in names if isinstance(value := config.get(name), int))
-    for part in config.values():
-        if isinstance(part, dict):
-            yield from _counts(cast("dict[str, Any]", part), names)
+def _counts(config: Mapping[str, Any], form: re.Pattern[str], known: Sequence[set[str]]) -> list[int]:
+    """The numbers that a config and its parts state; none where one leaves them to a default, or to a list."""
+    parts = [cast("dict[str, Any]", part) for key, part in config.items() if _is_config(key, part)]
+    below = [_counts(part, form, known) for part in parts]
+    stated = set(filter(form.fullmatch, config))
+    holds = len(parts) > 1 and not stated  # nothing but other models
+    stated -= {"num_hidden_layers", "num_attention_heads"} if len(stated) > 1 else set()  # copies
+    own = [config[key] for key in stated]
+    whole = all(below) and (holds or (stated in known and all(type(count) is int and count > 0 for count in own)))
+    return [*own, *itertools.chain(*below)] if whole else []
+
+
+def _is_config(key: str, part: Any) -> bool:
+    named = key in ("text_config", "vision_config", "audio_config")
+    return isinstance(part, dict) and (named or bool(cast("dict[str, Any]", part).get("model_type")))

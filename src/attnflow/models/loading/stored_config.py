@@ -25,10 +25,17 @@ def stored_config(model: str) -> Mapping[str, Any]:
         if isinstance(place, str):
             return _cached(place)
         if place.is_dir() and (place / "config.json").is_file():
-            return json.loads((place / "config.json").read_text(encoding="utf-8"))
+            return _read(place / "config.json")
         files = sorted(place.glob("*.gguf")) if place.is_dir() else [place]
         return _of_gguf(files[0]) if len(files) == 1 else {}
-    except (OSError, ValueError, ImportError, LookupError, struct.error):  # loading it says what is wrong
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+        LookupError,
+        RecursionError,
+        struct.error,
+    ):  # loading it says what is wrong
         return {}
 
 
@@ -36,7 +43,12 @@ def _cached(hub_id: str) -> Mapping[str, Any]:
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(hub_id, "config.json")
-    return json.loads(Path(found).read_text(encoding="utf-8")) if isinstance(found, str) else {}
+    return _read(Path(found)) if isinstance(found, str) else {}
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
 
 
 def _of_gguf(file: Path) -> Mapping[str, Any]:
