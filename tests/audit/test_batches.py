@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoConfig
 
 import attnflow as af
-from attnflow.audit import check_batch, declared_order
+from attnflow.audit import check_batch, check_loss, declared_order
 from attnflow.audit.batch.reading import family_of
 from attnflow.testing import closure
 from tests.audit.batches import CAUSAL, CLEAN, IDS, MASKED, MISTAKES, label
@@ -169,16 +169,87 @@ def test_a_mask_of_pairs_that_attention_adds(dtype, implementation):
         assert check_batch({"input_ids": ids, "labels": ids, "attention_mask": additive}, model).ok
 
 
-@pytest.mark.parametrize("given", [[[0] * 5 + [3] * 7], [5, 7]])
+PACKED = {"input_ids": torch.arange(5, 17)[None], "labels": torch.arange(5, 17)[None].clone()}
+PACKED["labels"][0, 5] = -100
+
+
+@pytest.mark.parametrize("given", [[[0] * 5 + [3] * 7], [5, 7], [[5, 7]], [0, 5, 12]])
 def test_documents_in_an_entry_with_a_name_of_its_own(given):
-    ids = torch.arange(5, 17)[None]
-    labels = ids.clone()
-    labels[0, 5] = -100
-    batch = {"input_ids": ids, "labels": labels}
-    expected = check_batch(batch, CAUSAL, documents=torch.tensor(given))
-    report = check_batch({**batch, "turn": torch.tensor(given)}, CAUSAL, documents="turn")
-    assert report == expected
-    assert report.documents == 2
+    numbers = torch.tensor([[0] * 5 + [3] * 7])
+    expected = check_batch({**PACKED, "document_ids": numbers}, CAUSAL)
+    assert expected.documents == 2
+    for one in (given, torch.tensor(given)):
+        for report in (
+            check_batch(PACKED, CAUSAL, documents=one),
+            check_batch({**PACKED, "turn": one}, CAUSAL, documents="turn"),
+        ):
+            known = str(report).replace("documents=", "document_ids").replace("turn", "document_ids")
+            assert known == str(expected)
+    assert "turn" in str(check_batch({**PACKED, "turn": given}, CAUSAL, documents="turn"))
+
+
+@pytest.mark.parametrize("given", ["turn", torch.tensor([[0] * 5 + [3] * 7])])
+def test_documents_of_the_caller_are_compared_with_those_of_the_batch(given):
+    batch = {**PACKED, "turn": torch.tensor([[0] * 5 + [3] * 7]), "document_ids": torch.tensor([[0] * 4 + [1] * 8])}
+    report = check_batch(batch, CAUSAL, documents=given)
+    (mistake,) = [m for m in report.mistakes if "document_ids" in m.message]
+    assert ("turn" if given == "turn" else "documents=") in mistake.message
+    lengths = {**PACKED, "turn": [5, 7], "document_lengths": [4, 8]}
+    assert "document_lengths" in str(check_batch(lengths, CAUSAL, documents="turn").mistakes)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["https://a", "https://b"], "https://a"),
+        ([0, 5, 11], r"\[0, 5, 11\]"),
+        ([5, 8], r"\[5, 8\]"),
+        ([[0, 1], [2]], r"\[\[0, 1\], \[2\]\]"),
+        (torch.zeros(1, 12), "tensor"),
+        (torch.tensor(7), "7"),
+    ],
+)
+def test_documents_of_no_known_form_are_refused_by_the_name_that_was_given(given, shown):
+    rest = r" must number the positions \[1, 12\], be lengths .* from 0 to 12, got .*"
+    with pytest.raises(ValueError, match=f"^documents=url{rest}{shown}"):
+        check_batch({**PACKED, "url": given}, CAUSAL, documents="url")
+    with pytest.raises(ValueError, match=f"^documents={rest}{shown}"):
+        check_batch(PACKED, CAUSAL, documents=given)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_model_gets_the_entries_of_the_batch_alone(takes):
+    inner, seen = tiny("Llama"), []
+
+    class Turns(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.config = inner, inner.config
+
+        if takes:
+
+            def forward(self, input_ids, turn, labels=None):
+                seen.append({"turn"})
+                return self.inner(input_ids, labels=labels)
+        else:
+
+            def forward(self, input_ids, labels=None, **others):
+                seen.append(set(others) - {"use_cache"})
+                return self.inner(input_ids, labels=labels)
+
+    batch = {**PACKED, "turn": torch.tensor([[0] * 5 + [3] * 7])}
+    for documents in ("turn", batch["turn"]):
+        for report in (
+            check_batch(batch, Turns(), documents=documents),
+            check_loss(Turns(), batch, documents=documents),
+        ):
+            assert not any("does not run" in why for _, why in report.untested)
+            assert report.loss
+            assert any("does not read it" in str(mistake) for mistake in report.mistakes) != (
+                takes and documents == "turn"
+            )
+    assert {"turn"} in seen
+    assert not any("document" in name for names in seen for name in names)
 
 
 def test_text_behind_an_end_token_is_named():

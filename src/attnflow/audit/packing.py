@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from attnflow._core.markup import plural
+from attnflow._core.markup import plural, shorten
 from attnflow.audit.inputs import Inputs, Slot
 from attnflow.masks.build import computed_pairs
 from attnflow.masks.flex import allowed_of_rows, is_row_intervals
 
+Documents = str | Sequence[Any] | Tensor | None
 BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens")  # of the batch, not of its rows
 DOCUMENT_ARGUMENTS: Final = ("seq_idx", *BOUNDARIES)
 # Other names for the same: boundaries, a number for each position, lengths, positions.
@@ -26,13 +27,8 @@ _NUMBERS: Final = re.compile(
 )
 LENGTHS: Final = re.compile(r"((document|doc|segment|sequence|seq|sample|example|packed)s?_?)?(len|length)s")
 _POSITIONS: Final = re.compile(r"positions?|input_pos(itions)?|pos_ids?|position_indices")
-
-
-def separates_documents(name: str) -> bool:
-    """Whether an entry of this name is read as numbers, lengths, boundaries or positions of documents."""
-    known = (_MORE_BOUNDARIES, _NUMBERS, LENGTHS, _POSITIONS)
-    given = (*DOCUMENT_ARGUMENTS, "attention_mask", "position_ids", "decoder_position_ids")
-    return name in given or any(form.fullmatch(name) for form in known)
+_FORMS: Final = (_MORE_BOUNDARIES, _NUMBERS, LENGTHS, _POSITIONS)
+_BY_NAME: Final = (*DOCUMENT_ARGUMENTS, "attention_mask", "position_ids", "decoder_position_ids")
 
 
 def read_packing(
@@ -52,7 +48,7 @@ def read_packing(
         if bounds is None:
             continue
         lengths = bounds.diff()
-        if not len(lengths) or bounds[0] != 0 or bounds[-1] != total or (lengths < 0).any():
+        if not _rises(bounds, total):
             few = f"{bounds[:6].tolist()}{' ...' if len(bounds) > 6 else ''}"
             problems.append(f"{name} must rise from 0 to {total}, the number of positions, got {few}")
             continue
@@ -80,6 +76,30 @@ def read_packing(
         if back.any():
             starts["position_ids"] = back
     return starts, tuple(problems)
+
+
+def starts_by(batch: Mapping[str, Any], documents: Documents, real: Tensor, flat: bool) -> tuple[str, Tensor | None]:
+    """(what tells documents, as the caller says; where they begin by it, None where that is read by its name)."""
+    name = documents if isinstance(documents, str) else "" if documents is None else "documents="
+    if name in ("", "rows", *_BY_NAME) or any(form.fullmatch(name) for form in _FORMS):
+        return name, None
+    value = batch[name] if isinstance(documents, str) else documents
+    numbers, total = _integers(value, 2), real.numel()
+    if numbers is not None and numbers.shape == (real.shape[1:] if flat else real.shape):
+        return name, _changes(numbers.view_as(real), real)
+    begins = _of_lengths(value, real)
+    if begins is None and numbers is not None and numbers.ndim == 1 and _rises(numbers, total):
+        begins = _at_bounds(numbers[1:], real)
+    if begins is None:
+        raise ValueError(
+            f"documents={name.removesuffix('documents=')} must number the positions {list(real.shape)}, be lengths of "
+            f"documents that add up to them, or boundaries that rise from 0 to {total}, got {shorten(value, 60)}"
+        )
+    return name, begins
+
+
+def _rises(bounds: Tensor, total: int) -> bool:
+    return len(bounds) > 1 and not bounds[0] and int(bounds[-1]) == total and not (bounds.diff() < 0).any()
 
 
 def other_positions(arguments: Mapping[str, Any], size: tuple[int, int]) -> tuple[str, Tensor] | None:

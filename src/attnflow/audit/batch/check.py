@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from attnflow._core.errors import AttnflowError
 from attnflow._core.markup import plural
@@ -26,14 +26,13 @@ from attnflow.audit.batch.ranks import RankedLoss
 from attnflow.audit.batch.reading import IGNORED, WEIGHTS, BatchReading, Family, family_of, model_of, read_batch
 from attnflow.audit.batch.rows import DataRows, as_batch
 from attnflow.audit.batch.targets import LossUnread, call_of, least_width, read_targets, run_model
-from attnflow.audit.packing import as_tensor, separates_documents
+from attnflow.audit.packing import Documents
 from attnflow.audit.shards import Shard
 from attnflow.models.passes.evaluation import REFUSALS, refusal
 from attnflow.models.passes.processes import shared, together, world
 from attnflow.models.subject import Loaded, Subject
 
 Verdict = Literal["no mistake", "mistakes", "nothing tested"]
-Documents = str | Sequence[Any] | Tensor | None
 _SHOWN: Final = 16  # runs of trained positions in what a report prints
 
 
@@ -70,7 +69,7 @@ def check_batch(
             looks like one of a causal language model is taken as such, and the report says so.
         shift: the loss takes label i from position i - shift; None for what the model's class or its loss says.
         causal: whether positions read only what is before them.
-        documents: where documents begin: an entry's name, numbers [batch, n] or lengths, or "rows" if each row is one.
+        documents: their numbers [batch, n], lengths or boundaries, an entry that holds these, or "rows" if each is one.
         eos: ids that end an answer.
         pad: id of padding.
         names: {name in the batch: name that is known here}, such as {"x": "input_ids", "y": "labels"}.
@@ -99,11 +98,11 @@ def check_batch(
         documents = rows.documents if documents is None else documents
         report = check_batch(rows.tensors, model, shift=shift, causal=causal, documents=documents, eos=eos, pad=pad)
         return replace(report, notes=(*rows.notes, *report.notes))
-    batch, where = _renamed(batch, names, documents)
+    batch = _renamed(batch, names, documents)
     if batch.get("shift_labels") is not None and family.shift == 1:
         family = replace(family, shift=0)  # transformers' losses take them as they stand
     family, findings = replace(family, **given), Findings()
-    reading = read_batch(batch, family, where)
+    reading = read_batch(batch, family, documents)
     if not isinstance(model, nn.Module):
         return _report(batch, family, reading, None, findings)
     subject = Subject(model)
@@ -172,7 +171,7 @@ def check_loss(
     with together(() if shard is None else world(), "audit.check_loss") as processes:
         ranked = RankedLoss(processes, shard)
         for part in parts:
-            entries, where = _renamed(part, names, documents)
+            entries = _renamed(part, names, documents)
             try:
                 called = ranked.read(call, part, least_width(entries), loss_model)
             except LossUnread as error:
@@ -182,7 +181,7 @@ def check_loss(
                 family = replace(family, shift=None)
             if not family.transformers or not ours:
                 family = replace(family, causal=family.causal is not False)
-            reading, findings = read_batch(entries, family, where), Findings()
+            reading, findings = read_batch(entries, family, documents), Findings()
             if family.classes:
                 findings.untested.append(("the loss", "its labels are classes, not tokens"))
             loss = None if family.classes else ranked.placed(reading, findings)
@@ -331,7 +330,7 @@ def _given(shift: int | None, causal: bool | None, eos: int | Sequence[int] | No
     return {k: v for k, v in {"shift": shift, "causal": causal, "ends": ends, "pad": pad}.items() if v is not None}
 
 
-def _renamed(batch: Any, names: Mapping[str, str] | None, documents: Documents) -> tuple[Mapping[str, Any], str | None]:
+def _renamed(batch: Any, names: Mapping[str, str] | None, documents: Documents) -> Mapping[str, Any]:
     if not isinstance(batch, Mapping):
         raise TypeError(f"expected a batch as a mapping, such as a collator returns, got {type(batch).__name__}")
     entries: dict[str, Any] = dict(batch)
@@ -340,16 +339,9 @@ def _renamed(batch: Any, names: Mapping[str, str] | None, documents: Documents) 
             problem = f"has no entry {old!r}" if old not in entries else f"has an entry {new!r} already"
             raise ValueError(f"names= maps {old!r} to {new!r}, and the batch {problem}; it holds {sorted(entries)}")
         entries[new] = entries.pop(old)
-    if documents is None or isinstance(documents, str):
-        if documents not in (None, "rows") and documents not in entries:
-            raise ValueError(f"documents={documents!r} names no entry of the batch; it holds {sorted(entries)}")
-        if documents in (None, "rows") or separates_documents(documents):
-            return entries, documents
-        documents = cast(Documents, entries.pop(documents))  # a name that only the caller knows
-    ids = entries.get("input_ids", entries.get("labels"))
-    numbered = ids is not None and as_tensor(documents).shape == as_tensor(ids).shape
-    name = "document_ids" if numbered else "document_lengths"
-    return {**entries, name: documents}, name
+    if isinstance(documents, str) and documents != "rows" and documents not in entries:
+        raise ValueError(f"documents={documents!r} names no entry of the batch; it holds {sorted(entries)}")
+    return entries
 
 
 # -------- the batch run through its model

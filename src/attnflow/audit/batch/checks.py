@@ -113,8 +113,9 @@ class Checks(Findings):
             message = f"attention_mask lets a position read a document that {names[0]} keeps apart"
             self.add("mask", across, message, f"mask: its pairs stay within the documents of {names[0]}")
             return
-        if reading.patched or (not self.family.transformers and self.family.name):
-            return  # a model of another kind may read any of them
+        named = self.family.takes.intersection(names).difference(_APART, ("attention_mask",))
+        if reading.patched or named or (not self.family.transformers and self.family.name):
+            return  # a model of another kind may read any of them, and a forward what it names
         message = ""
         if "attention_mask" in names:
             message = (

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from attnflow.audit import packing
 from attnflow.audit.packing import LENGTHS, allowed_pairs, as_tensor, integers, other_positions, read_packing
 from attnflow.models.subject import Loaded, unwrapped
 
@@ -177,8 +178,8 @@ class BatchReading:
         return torch.isin(self.ids[..., 0], torch.tensor(ends)) & self.real
 
 
-def read_batch(batch: Mapping[str, Any], family: Family, documents: str | None = None) -> BatchReading:
-    """The contents of a batch whose labels are taken as `family` takes them; `documents` is an entry, or "rows"."""
+def read_batch(batch: Mapping[str, Any], family: Family, documents: packing.Documents = None) -> BatchReading:
+    """The contents of a batch whose labels are taken as `family` takes them; `documents` are those of `check_batch`."""
     prefix = "decoder_" if family.decoder or batch.get("decoder_input_ids") is not None else ""
     ids = integers(batch, f"{prefix}input_ids", (1, 2, 3))
     name = next((name for name in _LABELS if batch.get(name) is not None), "labels")
@@ -188,7 +189,7 @@ def read_batch(batch: Mapping[str, Any], family: Family, documents: str | None =
             f"expected {prefix}input_ids or labels among the batch's entries, got {sorted(batch)}: pass what the data "
             "loader gives to the model"
         )
-    if cast(Tensor, labels if ids is None else ids).ndim == 1:
+    if flat := cast(Tensor, labels if ids is None else ids).ndim == 1:
         ids, labels = (None if value is None else value[None] for value in (ids, labels))
     rows, columns, *_ = cast(Tensor, labels if ids is None else ids).shape
     size = rows, columns
@@ -213,13 +214,14 @@ def read_batch(batch: Mapping[str, Any], family: Family, documents: str | None =
     counted = positions if targets is None else None  # else several stand for one token, where no document begins
     starts, problems = read_packing(batch, real, mask, counted, from_lowest=allow is not None)
     starts = {titles.get(key, key): begins for key, begins in starts.items()}
+    told, begins = packing.starts_by(batch, documents, real, flat)
+    starts |= {} if begins is None else {told: begins}
     answers = next((found for name in ANSWERS if (found := _per_token(batch, name, size)) is not None), None)
     losses = ((name, _per_token(batch, name, size, strict=False)) for name in filter(_LOSS_MASK.fullmatch, batch))
     counts = next(((name, mask) for name, mask in losses if mask is not None), None)
     read = {*ANSWERS, name, *starts, *titles.values(), *(counts or ())[:1], *("labels",) * (name == "shift_labels")}
     starts = {key: begins for key, begins in starts.items() if begins.any() or not LENGTHS.fullmatch(key)}
-    if documents is not None and documents in starts:
-        starts = {documents: starts[documents], **starts}
+    starts = dict(sorted(starts.items(), key=lambda item: item[0] != told))
     several = 0 if positions is None or positions.ndim < 3 else len(positions)
     return BatchReading(
         ids=ids,
@@ -238,8 +240,8 @@ def read_batch(batch: Mapping[str, Any], family: Family, documents: str | None =
         counts=counts,
         problems=problems,
         axes=several,
-        single=documents == "rows",
-        patched=documents == "attention_mask",
+        single=told == "rows",
+        patched=told == "attention_mask",
         unknown=tuple(k for k in batch if batch[k] is not None and not _is_read(k, read, problems, family)),
     )
 
