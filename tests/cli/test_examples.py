@@ -75,6 +75,21 @@ def test_with_a_tiny_model(
     assert in_shell(run, line, monkeypatch) <= (page in FINDINGS)
 
 
+def test_in_one_folder_and_again(run: Callable, folder: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader copies examples one after the other; only a store is not built twice, and the message says so."""
+    pages = [page for page in PAGES if page.startswith(("bias", "knowledge ")) and page != "knowledge trace"]
+    lines = {page: example(run, page).replace("smollm2-135m", tiny_model) for page in pages}
+    for again in (False, True):
+        for page, line in lines.items():
+            for words, others in TINY.items():
+                line = line.replace(words, others)
+            if again and "knowledge build" in line:
+                with pytest.raises(AssertionError, match=r"already holds \d+ entries: name a new store"):
+                    in_shell(run, line, monkeypatch)
+            else:
+                assert in_shell(run, line, monkeypatch) <= (page in FINDINGS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_as_it_stands(run: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:

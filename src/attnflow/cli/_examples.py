@@ -14,7 +14,7 @@ _ROW: Final = '{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]}'
 _BIAS: Final = """python -c 'import attnflow as af; m = af.load_model("smollm2-135m").model; (
     af.bias.attach(m, af.bias.KeyConfig()), af.bias.save(m, "my-bias"))' && attnflow bias show my-bias"""
 _TRACE: Final = 'attnflow knowledge trace smollm2-135m "The capital of France is" --count 5'
-_STORE: Final = "attnflow knowledge build my-store smollm2-135m"
+_BUILD: Final = "attnflow knowledge build"  # a store for each example, as none is built twice
 
 EXAMPLES: Final[Mapping[str, str]] = {
     "": "attnflow mask show causal --n 8",
@@ -40,9 +40,9 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "geometry score": "attnflow geometry score smollm2-135m --per-head -o scores.csv",
     "geometry attribute": 'attnflow geometry attribute smollm2-135m "The capital of France is" --layer 24 --head 4',
     "knowledge": _TRACE,
-    "knowledge build": _STORE,
-    "knowledge stats": f"{_STORE} && attnflow knowledge stats my-store",
-    "knowledge export": f"{_STORE} && attnflow knowledge export my-store entries.csv",
+    "knowledge build": f"{_BUILD} my-store smollm2-135m",
+    "knowledge stats": f"{_BUILD} counted smollm2-135m && attnflow knowledge stats counted",
+    "knowledge export": f"{_BUILD} exported smollm2-135m && attnflow knowledge export exported entries.csv",
     "knowledge edit": (
         'attnflow knowledge edit smollm2-135m --prompt "The capital of France is" --answer " Rome" --subject France '
         "-o rome.patch"
