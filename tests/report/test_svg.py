@@ -19,6 +19,12 @@ def test_equal_drawings_make_equal_files(tmp_path):
         report.figure(masks.causal(8)).savefig(tmp_path / "x.txt")
 
 
+def test_a_drawing_carries_rules_without_comments():
+    markup = report.figure(masks.causal(4)).markup
+    assert "<style>:root.af-page{" in markup
+    assert "/*" not in markup
+
+
 def pixels(markup):
     content = encode(Svg(markup), ".png")
     return np.round(255 * matplotlib.image.imread(io.BytesIO(content))).astype(int)[..., :3]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Number = int | float
 MONO: Final = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace"
 CELL, HOT = "#2f6c94", "#b3263e"  # what is allowed; a leak or a path
-_STYLE: Final = re.sub(r"/\*.*?\*/|\n", "", (files("attnflow.report") / "assets" / "figure.css").read_text("utf-8"))
+_STYLE: Final = re.sub(r"(?s)/\*.*?\*/|\n", "", (files("attnflow.report") / "assets" / "figure.css").read_text("utf-8"))
 _MARGIN: Final = 14.0
 
 
