@@ -242,7 +242,8 @@ def _told(subject: Subject, named: Mapping[str, Tensor], found: _Found) -> list[
             f"{subject.kind} shows no weights of attention ({type(error).__name__}: {refusal(error)}): "
             "af.audit.measure measures its order"
         ) from error
-    if not torch.allclose(_first(output), _first(usual), rtol=1e-2, atol=1e-3):
+    told, wanted = _first(output), _first(usual)
+    if told.shape != wanted.shape or not torch.allclose(told, wanted, rtol=1e-2, atol=1e-3):
         raise UnsupportedArchitecture(
             f"{subject.kind} computes other outputs where it returns weights of attention, which are therefore not "
             'those of its usual pass: load it with attn_implementation="eager"'
