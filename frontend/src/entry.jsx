@@ -55,7 +55,7 @@ function Fired({ state, value, isBusy }) {
             {value.entries.map((entry) => (
               <tr key={entry.name}>
                 <th scope="row" class="n"><button type="button" disabled={isBusy} title="The page of this entry" onClick={() => state.openEntry(entry, value.position, text)}>{entry.name}</button></th>
-                <td class="n">{entry.model_layer}</td><td class="n">{entry.neuron}</td>
+                <td class="n">{entry.layer}</td><td class="n">{entry.neuron}</td>
                 <Effect of={entry.effect} />
                 {isOut && <><Effect of={entry.ablated} /><td class="n">{entry.lost === null ? "–" : points(entry.lost)}</td></>}
                 {entry.text ? <td colSpan={2}>{entry.text}</td> : <><td class="words">{entry.promotes}</td><td class="words">{entry.suppresses}</td></>}

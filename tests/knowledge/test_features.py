@@ -128,7 +128,7 @@ def test_effects_and_removals_are_those_of_the_model_itself():
     with af.knowledge.attach_features(gpt, {1: t}), af.explain.reading(gpt, IDS) as reading:
         result = reading.answer(target)
         features = [source for source in result.entries if source.letter == "F"]
-        found = {(source.position, source.entry): source for source in features}
+        found = {(source.position, source.neuron): source for source in features}
         assert set(found) <= set(map(tuple, weights.nonzero().tolist()))  # the weakest are summed
         assert len(found) > 50
         for (position, entry), source in found.items():

@@ -320,7 +320,10 @@ def rewritten(folder, **changes):
         ({"layers.1.ids": torch.arange(48)}, "changes entries that layer 1"),
         ({"layers.1.left": torch.zeros(48, 3)}, "holds layers.1.left of torch.float32"),
         ({"layers.1.more": torch.zeros(1)}, "holds layers.1.more"),
-        ({"layers.7.ids": torch.arange(3)}, "changes layer 7, but the converted layers without experts are"),
+        (
+            {"layers.7.ids": torch.arange(3)},
+            "changes module 7 of those that read entries, but those without experts are",
+        ),
         ({f"layers.{n}.{name}": None for n in (0, 1) for name in ("ids", "left", "right")}, "it changes nothing"),
     ],
 )

@@ -303,7 +303,10 @@ def test_a_task_is_drawn_as_its_mask_with_its_tokens_its_order_or_its_leaks():
 
 
 def test_active_and_idle_entries_are_drawn_layer_by_layer():
-    layers = (LayerActivity(0, 9, 40, True, 10.0, 20, 4), LayerActivity(3, 9, 80, True, 8.0, 16, 40))
+    layers = (
+        LayerActivity(0, 0, "h.0", 9, 40, True, 10.0, 20, 4),
+        LayerActivity(3, 1, "h.3", 9, 80, True, 8.0, 16, 40),
+    )
     picture = report.figure(ActivityReport(layers, 80, (7,)))
     active, never = picture.axes
     assert [bar.get_width() for bar in active.patches] == [25.0, 10.0]

@@ -119,7 +119,7 @@ def knowledge_edit(
     subject: Annotated[str, option("--subject TEXT", "The part of the prompt that it is about.")] = "",
     file: Annotated[Path | None, option("--file FILE", "A .jsonl file of facts: prompt, answer, subject.")] = None,
     keep: Annotated[Path | None, option("--keep FILE", "Texts, one per line, that must not change.")] = None,
-    layers: Annotated[str | None, option("--layers LIST", "Layers to change, such as 7,9,11.")] = None,
+    layers: Annotated[str | None, option("--layers LIST", "The model's layers to change, such as 7,9,11.")] = None,
     guard: Annotated[bool, option("--guard/--no-guard", "Hold and measure other statements, or do not.")] = True,
     patches: Patches = None,
     json_output: JsonFlag = False,

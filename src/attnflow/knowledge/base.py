@@ -111,6 +111,8 @@ class EntryColumns:
 class LayeredKnowledge(KnowledgeBase):
     """The neurons of all feed-forward layers as rows of one matrix, ordered by layer; each row has a permanent id.
 
+    Its layers are the modules that read it, from 0 (`reader` in a trace): a layer of the model may have several.
+
     A layer of experts has the entries of all its experts, ordered by expert. A token reads the entries of the experts
     that the model's router chooses, with their weights times the router's.
 

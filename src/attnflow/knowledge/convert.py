@@ -18,7 +18,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.conversion_check import conditions, verify
-from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries, LayerReader
+from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries, LayerReader, model_layers
 from attnflow.knowledge.saving import FORMS, KNOWLEDGE, neurons_now, prepare, resize, undo
 from attnflow.knowledge.store import Store
 from attnflow.models.anatomy.feed_forward import ADAPTED, PER_LAYER, FeedForward, PackedExperts, stored, uncovered
@@ -51,7 +51,7 @@ def from_ffn(
     including dropout and norms, is still the model's own code, so it stays a transformers model.
 
     Experts become entries, too. In a layer they follow one another (`knowledge.rows(layer, expert)`), and the model's
-    router multiplies the weight of an entry, by 0 if its expert is not chosen. Shared experts form a separate layer.
+    router multiplies the weight of an entry, by 0 if its expert is not chosen. Shared experts are a layer of their own.
     Probing finds how a module of experts reads its parameters, and which function it applies to a neuron's scores.
     Layers of several widths and forms (a plain image tower, a gated decoder) share the base; `knowledge.layouts` says
     which columns each layer reads, and the others hold zeros.
@@ -156,14 +156,14 @@ def save_entries(model: nn.Module, store: Store, *, name: str, progress: Progres
     """Insert a converted model's entries under their ids, with thresholds 0 in their layer's column and -1e9 in others.
 
     To find the entries of a layer that a hidden state h activates, search for [h | 0 | ... | 1 | 0], with 1 at the
-    threshold of the first part, and `threshold_column=layer`.
+    threshold of the first part, and the number of the layer's reader as `threshold_column`.
     """
-    base = cast(LayeredKnowledge, model.get_submodule(KNOWLEDGE))
+    base, numbers = cast(LayeredKnowledge, model.get_submodule(KNOWLEDGE)), model_layers(model)
     for batch in base.ids.cpu().split(_BATCH):
         layers = base.layer_of(batch)
         thresholds = torch.full((len(batch), base.num_layers), _OTHER_LAYER)
         thresholds[torch.arange(len(batch)), layers] = 0.0
-        owners = zip(layers, base.expert_of(batch), strict=True)
+        owners = zip((numbers[layer] for layer in layers), base.expert_of(batch), strict=True)
         sources = [f"layer {layer}{'' if expert is None else f', expert {expert}'}" for layer, expert in owners]
         rows = base.get(batch).float()
         store.insert(ids=batch, embeddings=rows, sources=sources, thresholds=thresholds, encoder=f"from_ffn:{name}")

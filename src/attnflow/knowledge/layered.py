@@ -131,6 +131,11 @@ def numbering(model: nn.Module) -> dict[LayerReader, tuple[int, int]]:
     return places
 
 
+def model_layers(model: nn.Module) -> dict[int, int]:
+    """For each number of a converted layer that reads entries: the number of the model's layer."""
+    return {one.layer: layer for one, (layer, _) in numbering(model).items() if isinstance(one, LayerEntries)}
+
+
 @contextmanager
 def observed(observers: Sequence[tuple[LayerReader, Observer | None]]) -> Generator[None]:
     before = [reader.observer for reader, _ in observers]

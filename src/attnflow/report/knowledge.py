@@ -10,6 +10,7 @@ import numpy as np
 
 from attnflow._core.markup import grouped, kinds_of, percent, plural, shorten, token_label
 from attnflow.knowledge.reading.provenance import Fired, Trace
+from attnflow.knowledge.reading.results import layer_labels
 from attnflow.report import charts, html
 from attnflow.report.charts import SOFT, Array, Figure, chart, literal, name_axis
 from attnflow.report.displays import describes, draws
@@ -113,7 +114,7 @@ def _layers(trace: Trace) -> Section:
     )
     layers = list(trace)
     columns: dict[str, Sequence[str]] = {
-        "Layer": [str(one.layer) for one in layers],
+        "Layer": layer_labels(layers),
         "Entries": [grouped(one.num_entries) for one in layers],
         "Active": [_share(float(one.active.double().mean()) / max(one.num_entries, 1)) for one in layers],
         "Kept explain": [_share(max(0.0, float(one.explained.mean()))) for one in layers],
@@ -238,7 +239,7 @@ def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool, uni
     charts.heat_map(axes, table, limit, signed=signed, up=True, label=unit)
     names = [trace.token(row) for row in range(first, len(trace.positions))]
     name_axis(axes.xaxis, names, list(trace.positions[first:]), turned=True)
-    name_axis(axes.yaxis, [str(one.layer) for one in trace], [one.layer for one in trace])
+    name_axis(axes.yaxis, layer_labels(trace.layers), [one.layer for one in trace])
     axes.set_ylabel("layer")
     axes.set_xlabel("token → answer" if trace.answers else "token")
     notes = [f"the last {_WIDEST} tokens"] if first else []

@@ -7,7 +7,7 @@ import numpy as np
 from attnflow._core.markup import shorten, token_label, token_place
 from attnflow.bias.map import LayerMap, LayerQuery, QueryBias
 from attnflow.geometry.monitor import Monitor
-from attnflow.knowledge.reading.results import ActivityReport
+from attnflow.knowledge.reading.results import ActivityReport, layer_labels
 from attnflow.report import charts
 from attnflow.report.charts import Figure, chart, literal, name_axis
 from attnflow.report.displays import draws
@@ -60,7 +60,7 @@ def activity_chart(report: ActivityReport, *, title: str | None = None) -> Figur
     some = "" if all(one.read_all for one in layers) else ", of those that were read"
     active.set(xlabel=f"% of entries active for a token{some}", ylabel="layer", xlim=(0, None))
     never.set(xlabel="% of entries never active", xlim=(0, max(1.0, *dead)))
-    name_axis(active.yaxis, [str(one.layer) for one in layers], [one.layer for one in layers])
+    name_axis(active.yaxis, layer_labels(layers), [one.layer for one in layers])
     figure.legend(loc="outside lower center", ncols=2)
     summary = f"never active in any layer: {len(report.dead):,} of {report.entries:,} entries"
     figure.suptitle(literal(title or summary))

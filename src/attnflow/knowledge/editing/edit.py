@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
@@ -31,7 +32,7 @@ from attnflow.knowledge.editing.edited import Edited, editable
 from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
 from attnflow.knowledge.editing.guard import NO_GUARD, EditGuard, continued, guard_of, likely
 from attnflow.knowledge.editing.inputs import inputs_everywhere
-from attnflow.knowledge.layered import EntryValues, readers
+from attnflow.knowledge.layered import EntryValues, model_layers, numbering
 from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject
 
@@ -79,7 +80,8 @@ def edit(
         model: converted by `from_ffn`, or a `Loaded` with such a model.
         facts: the answers that it should give: a mapping with prompt, answer, and optionally subject and paraphrases,
             or a list of them; see `Fact`.
-        layers: the layers to edit; by default every second of five layers, starting at a quarter of the depth.
+        layers: the model's layers to edit, each with all its entries outside experts; by default every second of five
+            layers with entries, starting at a quarter of the depth.
         guard: False neither holds nor measures other statements. Facts without a subject have no guard.
         untouched: texts that the edit must not change: the model's outputs on them stay equal up to rounding.
         entries: how many entries of each layer may change, those that write most at the subjects for the least effect
@@ -105,8 +107,8 @@ def edit(
 
     Raises:
         ValueError: a prompt or an answer is empty; a prompt lacks its subject or is too long for the model; a layer
-            does not exist or holds experts; the model is not converted or has NaN; or a text that must not change
-            shares a place with a fact. The model then stays unchanged.
+            does not exist or has no entries outside experts; the model is not converted or has NaN; or a text that must
+            not change shares a place with a fact. The model then stays unchanged.
 
     Cost: writing and reading the text, 40 s of a core for 135M parameters, which `handle.moments` saves; then about 7 s
     for each fact. Memory: entries^2 float64 per layer, and a copy of changed values.
@@ -124,11 +126,9 @@ def edit(
         if text is None:
             text = sampled_text(subject, tokens + tokens // 8)
         moments = text if isinstance(text, Moments) else read_moments(subject, chosen, text, tokens, progress)
-        if set(moments.layers) < set(chosen):
-            raise ValueError(
-                f"expected moments of layers {sorted(chosen)}, which are edited, got moments of "
-                f"{sorted(moments.layers)}"
-            )
+        numbers = model_layers(subject.model)
+        if missing := sorted({numbers[reader] for reader in chosen if reader not in moments.layers}):
+            raise ValueError(f"the moments are of an edit of other layers: layers {missing}, to be edited, are missing")
         leads = moments.openings
         places = [places_of(subject, fact, leads) for fact in wanted]
         guards = [guard_of(subject, fact, wanted) if guard else NO_GUARD for fact in wanted]
@@ -157,13 +157,13 @@ def edit(
             loss = loss_on(subject, moments.unread)
             handle.report = EditReport(
                 tuple(_change(*states) for states in zip(wanted, before, after, strict=True)),
-                tuple(chosen),
+                tuple(numbers[reader] for reader in chosen),
                 handle.count,
                 handle.relative_change,
                 len(quiet_ids),
                 shift,
                 None if loss is None or loss_before is None else loss - loss_before,
-                bounds,
+                tuple(replace(bound, layer=numbers[bound.layer]) for bound in bounds),
             )
         except BaseException:
             handle.remove()
@@ -172,17 +172,24 @@ def edit(
 
 
 def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict[int, EntryValues]:
-    plain, every = editable(model, "edit"), readers(model)
+    """By the number of the reader: what reads the entries outside experts of some of the model's layers."""
+    text = {*getattr(model, "get_decoder", lambda: model)().modules()}  # images have layers of the same numbers
+    plain = {number: reader for number, reader in editable(model, "edit").items() if reader in text}
+    numbers = model_layers(model)
+    those = {numbers[reader] for reader in plain}
+    every = sorted({layer for reader, (layer, _) in numbering(model).items() if reader in text})
     if layers is None:
         first = len(every) // 4
-        layers = [layer for layer in range(first, min(first + 5, len(every)), 2) if layer in plain]
-    last = max(reader.layer for reader in every)
-    wanted = sorted({integer("layers", layer, 0, last) for layer in layers})
-    if not wanted or not set(wanted) <= set(plain):
-        raise ValueError(f"layers must be among {sorted(plain)}, those without experts, got {list(layers)}")
-    if not bool(torch.isfinite(plain[wanted[0]].base.entries).all()):
+        layers = [layer for layer in every[first : first + 5 : 2] if layer in those]
+    wanted = {integer("layers", layer, 0, every[-1]) for layer in layers}
+    if not wanted or not wanted <= those:
+        raise ValueError(
+            f"layers must be among {sorted(those)}, which have feed-forward entries outside experts, got {list(layers)}"
+        )
+    chosen = {reader: values for reader, values in sorted(plain.items()) if numbers[reader] in wanted}
+    if not bool(torch.isfinite(next(iter(chosen.values())).base.entries).all()):
         raise ValueError("the model's entries hold NaN or infinity: edit needs finite weights")
-    return {layer: plain[layer] for layer in wanted}
+    return chosen
 
 
 def value_changes(

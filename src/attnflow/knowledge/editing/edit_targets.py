@@ -193,7 +193,7 @@ def read_moments(subject: Subject, layers: Layers, text: str, tokens: int, progr
     window = min(_WINDOW, longest(subject) or _WINDOW)
 
     def add(call: Call) -> None:
-        rows = call.first[0].float()
+        rows = call.first.flatten(0, -2).float()
         sums[call.name].add_((rows.T @ rows).double().cpu())
 
     with Watch(layers, add):
@@ -216,11 +216,17 @@ def _adding(layers: Layers, added: Mapping[int, Tensor], columns: Sequence[int])
     """Add to each layer's output a row of `added`, [rows or 1, model_dim], at one column of each row."""
 
     def add(call: Call, output: Tensor) -> Tensor:
-        where = torch.zeros(output.shape[:2], dtype=output.dtype, device=output.device)
+        table = _by_row(output, len(columns))
+        where = torch.zeros(table.shape[:2], dtype=output.dtype, device=output.device)
         where[torch.arange(len(columns)), list(columns)] = 1
-        return output + where[..., None] * added[call.name].to(output.dtype)[:, None]
+        return (table + where[..., None] * added[call.name].to(output.dtype)[:, None]).view_as(output)
 
     return Watch(layers, leave=add)
+
+
+def _by_row(table: Tensor, count: int) -> Float[Tensor, "rows tokens width"]:
+    """Some models flatten a batch before its shared experts."""
+    return table.reshape(count, -1, table.shape[-1])
 
 
 class _Continued:
@@ -295,7 +301,9 @@ def _descend(
         rows = _Continued(subject, ids, [spot.position for spot in spots])
         first = [int((owner == index).nonzero()[0]) for index in range(len(wanted))]
         norms = {
-            call.name: call.output[first, [rows.columns[row] for row in first]].double().norm(dim=-1, keepdim=True)
+            call.name: _by_row(call.output, len(ids))[first, [rows.columns[row] for row in first]]
+            .double()
+            .norm(dim=-1, keepdim=True)
             for call in calls_of(layers, rows)
         }
         free = {
@@ -370,7 +378,7 @@ def targets(
             with _adding(layers, {layer: vector[None] for layer, vector in added.items()}, columns):
                 calls = calls_of(layers, lambda ids=ids: run(subject, ids, **subject.sparing))
             for call in calls:
-                rows = call.first[torch.arange(len(ids)), columns].double().cpu()
+                rows = _by_row(call.first, len(ids))[torch.arange(len(ids)), columns].double().cpu()
                 kept = rows.mean(dim=0, keepdim=True) if method.mean else rows
                 parts[call.name][index] = kept, added[call.name].double().cpu().expand(len(kept), -1)
         if progress is not None:

@@ -18,7 +18,7 @@ from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.editing.edit_targets import Moments
 from attnflow.knowledge.editing.facts import EditReport
 from attnflow.knowledge.editing.stack import Patch, ValueChange, add, fingerprint, in_force, take
-from attnflow.knowledge.layered import EntryValues, readers
+from attnflow.knowledge.layered import EntryValues, model_layers, readers
 from attnflow.models.loading.addons import Addon, read_addon, same_weights, save_addon
 from attnflow.models.subject import Loaded, Subject
 
@@ -60,9 +60,10 @@ def load_edit(model: nn.Module | Loaded, folder: str | os.PathLike[str], *, stri
     saved = read_addon(folder, _KIND)
     saved.check_base(_identity(subject.model), strict)
     base = next(iter(plain.values())).base
-    changes, report = _changes(saved, base, plain), saved.config.get("report")
+    numbers = model_layers(subject.model)
+    changes, report = _changes(saved, base, plain, numbers), saved.config.get("report")
     if strict:
-        _check_entries(saved, base, changes)
+        _check_entries(saved, base, changes, numbers)
     if report is not None and not isinstance(report, Mapping):
         raise ValueError(f"{saved.path} is damaged: its report cannot be read")
     said = None if report is None else EditReport.from_dict(cast("Mapping[str, object]", report))
@@ -79,7 +80,7 @@ class Edited(Handle):
         report: the model's answers now and before; of a loaded edit, when it was made.
         moments: the second moments on the text; pass them as `text` of the next edit. None for a loaded edit.
         count: the number of entries with changed values.
-        relative_change: for each layer, the norm of the change over that of the values.
+        relative_change: for each feed-forward module that it changes, the norm of the change over that of the values.
         rounding: the norm of what the model's precision rounds off, over that of the change; the largest of any layer.
     """
 
@@ -101,7 +102,8 @@ class Edited(Handle):
             {
                 layer: ValueChange.of(base, layer, change) if isinstance(change, Tensor) else change
                 for layer, change in sorted(changes.items())
-            }
+            },
+            model_layers(model),
         )
         norms = [_norm(base.entries[base.rows(layer), base.layouts[layer].value]) for layer in patch.layers]
         moves = add(base, patch)
@@ -115,13 +117,14 @@ class Edited(Handle):
 
     @property
     def shared(self) -> dict[int, int]:
-        """For each layer, the number of entries that other edits in force change, too; layers with none are absent."""
+        """For each of the model's layers, how many of these entries other edits in force change, too, if any."""
         others = [patch for patch in in_force(self._base) if patch is not self._patch]
         counts: dict[int, int] = {}
         for layer, change in self._patch.layers.items():
             theirs = [other.layers[layer].ids for other in others if layer in other.layers]
             if theirs and (count := int(torch.isin(change.ids, torch.cat(theirs)).sum())):
-                counts[layer] = count
+                number = self._patch.numbers[layer]
+                counts[number] = counts.get(number, 0) + count
         return counts
 
     def overlap(self) -> str:
@@ -157,7 +160,7 @@ class Edited(Handle):
         take(self._base, self._patch)
 
     def _summary(self) -> str:
-        layers = ", ".join(map(str, self._patch.layers))
+        layers = ", ".join(dict.fromkeys(str(self._patch.numbers[layer]) for layer in self._patch.layers))
         lines = [str(getattr(self, "report", f"changed values of {self.count:,} entries in layers {layers}"))]
         if self.active and (overlap := self.overlap()):
             lines.append(overlap)
@@ -177,7 +180,9 @@ def editable(model: nn.Module, what: str) -> dict[int, EntryValues]:
     return plain
 
 
-def _changes(saved: Addon, base: LayeredKnowledge, plain: Mapping[int, EntryValues]) -> dict[int, ValueChange]:
+def _changes(
+    saved: Addon, base: LayeredKnowledge, plain: Mapping[int, EntryValues], numbers: Mapping[int, int]
+) -> dict[int, ValueChange]:
     named: dict[int, dict[str, Tensor]] = {}
     for name, tensor in saved.tensors.items():
         match = re.fullmatch(rf"layers\.(\d+)\.({'|'.join(_PARTS)})", name, re.ASCII)
@@ -188,25 +193,26 @@ def _changes(saved: Addon, base: LayeredKnowledge, plain: Mapping[int, EntryValu
     for layer, parts in sorted(named.items()):
         if layer not in plain:
             raise ValueError(
-                f"{saved.path} changes layer {layer}, but the converted layers without experts are {sorted(plain)}"
+                f"{saved.path} changes module {layer} of those that read entries, but those without experts are "
+                f"{sorted(plain)}: load the model that it was made for"
             )
         width, shapes = base.layouts[layer].model_dim, {name: tuple(tensor.shape) for name, tensor in parts.items()}
         count, rank = len(parts.get("ids", ())), len(parts.get("right", ()))
         if shapes != {"ids": (count,), "left": (count, rank), "right": (rank, width)}:
             raise ValueError(
-                f"{saved.path} does not fit the model: layer {layer} has shapes {shapes}, expected ids [entries], left "
-                f"[entries, rank] and right [rank, {width}]"
+                f"{saved.path} does not fit the model: layer {numbers[layer]} has shapes {shapes}, expected ids "
+                f"[entries], left [entries, rank] and right [rank, {width}]"
             )
         ids = parts["ids"]
         if not bool((ids.diff() > 0).all()) or not torch.isin(ids, base.ids[base.rows(layer)].cpu()).all():
-            raise ValueError(f"{saved.path} changes entries that layer {layer} of this model does not have")
+            raise ValueError(f"{saved.path} changes entries that layer {numbers[layer]} of this model does not have")
         changes[layer] = ValueChange(**parts)
     if not changes:
         raise ValueError(f"{saved.path} is damaged: it changes nothing")
     return changes
 
 
-def _check_entries(saved: Addon, base: LayeredKnowledge, layers: Iterable[int]) -> None:
+def _check_entries(saved: Addon, base: LayeredKnowledge, layers: Iterable[int], numbers: Mapping[int, int]) -> None:
     """Raise `WrongBase` if the entries of the edited layers, as they are without edits, are not those of the file."""
     for layer in layers:
         here, there = fingerprint(base, layer), saved.config.get(f"entries.{layer}")
@@ -214,8 +220,8 @@ def _check_entries(saved: Addon, base: LayeredKnowledge, layers: Iterable[int]) 
         exact = there.get("dtype") == here["dtype"]
         if there.get("sha256") != here["sha256"] if exact else not same_weights(here["samples"], there.get("samples")):
             raise WrongBase(
-                f"the edit in {saved.path.parent} was made for other feed-forward weights in layer {layer}: load "
-                "those, or pass strict=False if this model was trained on from there"
+                f"the edit in {saved.path.parent} was made for other feed-forward weights in layer {numbers[layer]}: "
+                "load those, or pass strict=False if this model was trained on from there"
             )
 
 

@@ -114,7 +114,7 @@ class ShiftBound:
     0.01 %. What an edit does there is what the report measured.
     """
 
-    layer: int
+    layer: int  # of the model
     shift: float
     slope: float
     bend: float
@@ -130,9 +130,9 @@ class EditReport(Result):
     """The effect of an edit of a model's entries."""
 
     facts: tuple[FactChange, ...]
-    layers: tuple[int, ...]  # the edited layers
+    layers: tuple[int, ...]  # the model's layer of each feed-forward module that was edited
     entries: int  # the number of entries with changed values, in all layers
-    relative_change: tuple[float, ...]  # for each layer, the norm of the change of its values over their norm
+    relative_change: tuple[float, ...]  # for each of these, the norm of the change of its values over their norm
     untouched: int  # the number of texts that must not change
     largest_shift: float  # the largest change of any next token's probability on these texts; 0 without texts
     text: float | None = None  # the change of the loss on text that the edit has not read, in nats a token
@@ -200,8 +200,8 @@ class EditReport(Result):
         most = max(self.relative_change, default=0.0)
         lines = [
             f"{sum(fact.changed for fact in self.facts):,} of {plural(len(self.facts), 'fact')} changed; the values of "
-            f"{self.entries:,} entries in layers {', '.join(map(str, self.layers))} moved by at most {most:.2g} of "
-            "their norm"
+            f"{self.entries:,} entries in layers {', '.join(map(str, dict.fromkeys(self.layers)))} moved by at most "
+            f"{most:.2g} of their norm"
         ]
         rows = [["prompt", "new answer", "p before", "p after", "said before", "says now"]]
         for fact in self.facts[:20]:

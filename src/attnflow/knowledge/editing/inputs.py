@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow.knowledge.editing.edit_targets import run
+from attnflow.knowledge.layered import model_layers
 from attnflow.models.passes.watching import calls_of
 from attnflow.models.subject import Subject
 
@@ -27,7 +28,8 @@ def inputs_everywhere(
         there = torch.arange(max(map(len, some))) < torch.tensor([[len(ids)] for ids in some])
         for call in calls_of(modules, lambda some=some: run(subject, some, **subject.sparing)):
             if call.number:
-                layer = call.name[0] if isinstance(call.name, tuple) else call.name
+                reader = call.name[0] if isinstance(call.name, tuple) else call.name
+                layer = model_layers(subject.model)[reader]
                 raise ValueError(f"layer {layer} runs twice in a pass: name layers that run once in layers=...")
             parts.setdefault(call.name, []).append(call.first.flatten(0, -2).cpu()[there.flatten()].double())
     return {name: torch.cat(inputs) for name, inputs in parts.items()}

@@ -64,7 +64,8 @@ def factors(matrix: Float[Tensor, "rows columns"]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    layers: Mapping[int, ValueChange]
+    layers: Mapping[int, ValueChange]  # by the number of the reader
+    numbers: Mapping[int, int]  # of each reader, the number of the model's layer
 
     @cached_property
     def digest(self) -> str:
@@ -165,14 +166,15 @@ def _replace(base: LayeredKnowledge, old: EditStack, new: EditStack, patch: Patc
     for layer in patch.layers:
         if layer in old.before and not _holds(base, layer, old):
             raise RuntimeError(
-                f"entries of layer {layer} were changed or deleted after an edit that is in force: undo that first, or "
-                "make the edits permanent with from_ffn(to_ffn(model))"
+                f"entries of layer {patch.numbers[layer]} were changed or deleted after an edit that is in force: undo "
+                "that first, or make the edits permanent with from_ffn(to_ffn(model))"
             )
         ids = new.before[layer][0]
         exact, before = new.exact(layer), _values(base, layer, ids)
         now = new.values(layer, exact).to(before.dtype)
         if not bool(torch.isfinite(now).all()):
-            raise ValueError(f"the edit makes values of layer {layer} too large for {now.dtype}: cast the model first")
+            where = f"layer {patch.numbers[layer]}"
+            raise ValueError(f"the edit makes values of {where} too large for {now.dtype}: cast the model first")
         moves.append(Move(layer, ids, before, now, exact))
     for move in moves:
         rows = base.get(move.ids)

@@ -67,8 +67,8 @@ def without(removed: Sequence[LocatedEntry | None]) -> Generator[None]:
         total = reading.weights.shape[:-2].numel()
         if total % len(removed):
             raise UnsupportedArchitecture(
-                f"layer {reader.layer} reads entries for {total} tokens of {len(removed)} sequences together, so they "
-                "cannot be taken out of single sequences"
+                f"a layer reads entries for {total} tokens of {len(removed)} sequences together, so they cannot be "
+                "taken out of single sequences"
             )
         each = total // len(removed)
         places = [(slice(row * each, (row + 1) * each), one) for row, one in rows[reader]]

@@ -16,7 +16,16 @@ from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.knowledge.convert import from_ffn
-from attnflow.knowledge.layered import LayerEntries, LayerReader, observed, readers, reads_entries, unobserved
+from attnflow.knowledge.layered import (
+    LayerEntries,
+    LayerReader,
+    model_layers,
+    numbering,
+    observed,
+    readers,
+    reads_entries,
+    unobserved,
+)
 from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.reading.direct_effect import Stream, directions, wide
@@ -53,7 +62,7 @@ def entry(
         model: any model, or what `af.load_model` returned. If it is not converted, a converted copy is read; convert it
             with `af.knowledge.from_ffn` to look at several entries.
         id: its id, or its name such as "L24N1005", as a trace and an explanation print it.
-        layer: the layer that reads an id; needed only where several layers read one store or base.
+        layer: the model's layer that reads an id; needed only where several read one store or base.
         head: the head that reads an id, where cross-attention has several.
         texts: the corpus, texts or token ids, in which to look for the places where it fires. Of each the first 512
             tokens are read.
@@ -151,26 +160,34 @@ def _located(subject: Subject, id: int | str, layer: int | None, head: int) -> L
             raise ValueError(f"{id} says the layer and the head: leave them out")
         return _named(subject.model, id)
     checks.integer("id", id)
-    by_layer = {reader.layer: reader for reader in readers(subject.model)}
-    base = next((reader.base for reader in by_layer.values() if isinstance(reader, LayerEntries)), None)
-    if base is not None and isinstance(by_layer.get(-1 if layer is None else layer), LayerEntries | None):
+    numbers, every = numbering(subject.model), readers(subject.model)
+    layers = list(dict.fromkeys(numbers[reader][0] for reader in every))
+    those = [reader for reader in every if layer in (None, numbers[reader][0])]
+    if not those:
+        raise ValueError(f"layer must be one of {layers}, which read entries, got {layer}")
+    own = [reader for reader in every if isinstance(reader, LayerEntries)]
+    if own and (layer is None or all(reader in own for reader in those)):
+        base = own[0].base
         try:
             at = base.layer_of([id])[0]
         except KeyError:
             raise ValueError(f"no entry {id}: the {base.num_entries:,} ids go from {int(base.ids.min())} to "
                              f"{int(base.ids.max())}, as a trace prints them") from None  # fmt: skip
-        if layer not in (None, at):
-            raise ValueError(f"entry {id} belongs to layer {at}, got layer={layer}: leave it out")
-        layer = at
-    if layer is None and len(by_layer) > 1:
-        raise ValueError(f"layers {[*by_layer]} all read entry {id}: pass layer=..., the one to look at")
-    reader = by_layer.get(next(iter(by_layer)) if layer is None else layer)
-    if reader is None:
-        raise ValueError(f"layer must be one of {[*by_layer]}, which read entries, got {layer}")
+        there = model_layers(subject.model)[at]
+        if layer not in (None, there):
+            raise ValueError(f"entry {id} belongs to layer {there}, got layer={layer}: leave it out")
+        those = [reader for reader in own if reader.layer == at]
+        if not those:
+            raise ValueError(
+                f"layer {there} reads features in place of entry {id}: pass the name of one, as in a trace"
+            )
+    if layer is None and len(those) > 1:
+        raise ValueError(f"layers {layers} all read entry {id}: pass layer=..., the one to look at")
+    reader = those[0]
     places = reader.every().to(subject.device)
     place = places[reader.ids(places) == id][:1]
     if not len(place):
-        raise ValueError(f"no entry {id}: layer {reader.layer} reads {reader.num_entries:,} entries")
+        raise ValueError(f"no entry {id}: layer {numbers[reader][0]} reads {reader.num_entries:,} entries")
     checks.integer("head", head, 0, len(reader.values(place)) - 1)
     return LocatedEntry(reader, int(place), head)
 

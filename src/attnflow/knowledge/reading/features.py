@@ -23,7 +23,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow._core.per_thread import PerThread
-from attnflow.knowledge.layered import LayerReader
+from attnflow.knowledge.layered import LayerReader, numbering
 from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.feature_tensors import NAMES, Tensors, feature_tensors
 from attnflow.knowledge.saving import FORMS
@@ -196,13 +196,13 @@ class AttachedFeatures(Handle):
 
     def __init__(self, model: nn.Module, readers: Sequence[FeatureReader], undo: ExitStack) -> None:
         super().__init__(model)
-        self.readers, self._undo = tuple(readers), undo
+        self.readers, self._undo, self._numbers = tuple(readers), undo, numbering(model)
 
     def _restore(self) -> None:
         self._undo.close()
 
     def _summary(self) -> str:
-        listed = ", ".join(f"layer {reader.layer} ({reader.num_entries:,})" for reader in self.readers)
+        listed = ", ".join(f"layer {self._numbers[reader][0]} ({reader.num_entries:,})" for reader in self.readers)
         verb = "is" if len(self.readers) == 1 else "are"
         return f"{plural(len(self.readers), 'layer')} of {self.kind} {verb} read as features: {listed}"
 

@@ -52,7 +52,8 @@ class LayerWatch:
         """Find the strongest entries, for blocks of positions."""
         reading = self._reading
         if reading is None:
-            raise ValueError(f"layer {self.reader.layer} did not read its entries in the forward pass")
+            layer, _ = self._stream.numbers[self.reader]
+            raise ValueError(f"layer {layer} did not read its entries in the forward pass")
         read = reading.scores.shape[-2:]  # heads, entries
         scores, weights = reading.scores[0].flatten(0, -3), reading.weights.flatten(0, -3)
         ids = None if reading.ids is None else reading.ids.flatten(0, -3)  # some families flatten a batch

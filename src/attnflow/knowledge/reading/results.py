@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from attnflow._core.checks import preview
 from attnflow._core.markup import KINDS, aligned, part_name, percent, shorten, token_label
@@ -149,15 +150,17 @@ class EntryReport(Result):
 
 @dataclass(frozen=True)
 class LayerActivity:
-    """The active entries of one layer, counted over tokens; for each token, the sum over heads."""
+    """The active entries of one module that reads them, counted over tokens; for each token, the sum over heads."""
 
-    layer: int  # the number of the layer
+    layer: int  # of the model; it may have several such modules
+    reader: int  # its number among those that read entries
+    name: str  # its path
     tokens: int  # how many tokens were counted
     entries: int  # how many entries the layer may read
     read_all: bool  # whether all of them were read; if not, the counts cover the entries that were
     mean: float  # active entries per token
     maximum: int  # the most active entries of any token
-    dead: int  # entries that were never active in this layer
+    dead: int  # entries that were never active in this module
 
 
 @dataclass(frozen=True)
@@ -169,19 +172,40 @@ class ActivityReport(Result):
     dead: tuple[int, ...]  # ids of the entries that were never active in any layer
 
     def rows(self) -> Sequence[Mapping[str, object]]:
-        """A row for each layer."""
+        """A row for each module that reads entries."""
         return [asdict(layer) for layer in self.layers]
 
     def __str__(self) -> str:
         rows = [["layer", "tokens", "entries", "mean active", "share", "max active", "never active"]]
-        for layer in self.layers:
+        for label, layer in zip(layer_labels(self.layers), self.layers, strict=True):
             mean = f"{layer.mean:,.1f}{'' if layer.read_all else '*'}"
             share = f"{100 * layer.mean / max(layer.entries, 1):.1f}%"
             sizes = f"{layer.tokens:,}", f"{layer.entries:,}"
-            rows.append([str(layer.layer), *sizes, mean, share, f"{layer.maximum:,}", f"{layer.dead:,}"])
+            rows.append([label, *sizes, mean, share, f"{layer.maximum:,}", f"{layer.dead:,}"])
         lines = [aligned(rows), f"never active in any layer: {len(self.dead):,} of {self.entries:,} entries"]
         if self.dead:
             lines[-1] += f": {preview(self.dead)}"
         if not all(layer.read_all for layer in self.layers):
             lines.append("* counted among the entries that were read")
         return "\n".join(lines)
+
+
+class _Placed(Protocol):
+    @property
+    def layer(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+
+
+def layer_labels(modules: Sequence[_Placed]) -> list[str]:
+    """The number of each module's layer; if others have the same number, also where its path leaves theirs."""
+    labels: list[str] = []
+    for one in modules:
+        paths = [other.name.split(".") for other in modules if other.layer == one.layer]
+        columns = enumerate(zip(*paths, strict=False))
+        first = next((at for at, parts in columns if len({*parts}) > 1), min(map(len, paths)) - 1)
+        ends = range(first + 1, max(map(len, paths)))
+        end = next((end for end in ends if len({tuple(path[:end]) for path in paths}) == len(paths)), None)
+        where = ".".join(one.name.split(".")[first:end])
+        labels.append(f"{one.layer} {where}" if len(paths) > 1 else str(one.layer))
+    return labels

@@ -34,6 +34,7 @@ class WritingEntry:
     name: str  # layer and number within it, such as "L24N1005"
     layer: int  # of the model
     neuron: int  # its number within that layer
+    reader: int  # number of the layer of entries that reads it
     entry: int  # its id
     head: int
     cosine: float  # of its value and the direction that raises the token's logit above the mean of all
@@ -117,5 +118,5 @@ def writers(
     for cosine, push, reader, head, place in sorted(best, key=lambda found: -abs(found[0]))[:count]:
         entry = int(reader.ids(torch.tensor([place], device=subject.device))[0])
         where = LocatedEntry(reader, place, head).numbered(numbered)
-        listed.append(WritingEntry(*where, entry, head, cosine, push))
+        listed.append(WritingEntry(*where, reader.layer, entry, head, cosine, push))
     return TokenWriters(subject.name, subject.texts([wanted])[0], wanted, tuple(listed))

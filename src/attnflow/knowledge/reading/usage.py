@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from attnflow.knowledge.layered import ExpertEntries, LayerReader, observed, readers
+from attnflow.knowledge.layered import ExpertEntries, LayerReader, numbering, observed, readers
 from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.results import ActivityReport, LayerActivity
 from attnflow.models.passes.watching import Call, Watch
@@ -44,10 +44,12 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
     [(8, 24), (8, 24)]
     """
     layers = readers(model)
-    busy = next((reader.layer for reader in layers if reader.observer is not None), None)
+    numbers = numbering(model)
+    busy = next((numbers[reader][0] for reader in layers if reader.observer is not None), None)
     if busy is not None:
         raise ValueError(f"the readings of layer {busy} are being watched already: end that block first")
-    counts = Activity()
+    paths = {module: path for path, module in model.named_modules() if isinstance(module, LayerReader)}
+    counts = Activity({reader.layer: (numbers[reader][0], paths[reader]) for reader in layers})
     mask: Tensor | None = None
     steps = 0  # tokens of each sequence in this forward pass, where the model was given ids or embeddings
 
@@ -88,8 +90,10 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
 class Activity:
     """Counts of active entries over any number of forward passes; `af.knowledge.activity(model)` fills it."""
 
-    def __init__(self) -> None:
-        self._layers: dict[int, _Counts] = {}
+    def __init__(self, places: Mapping[int, tuple[int, str]] | None = None) -> None:
+        """`places`: for each reader, the number of the model's layer and its path; by default there is one a layer."""
+        self._readers: dict[int, _Counts] = {}
+        self._places = places or {}
 
     def see(
         self,
@@ -107,7 +111,7 @@ class Activity:
             gates = reading.weights if len(reading.scores) == 1 else reading.weights.sign() * reading.scores[1].sign()
             fires = gates > 0
         active_here = fires.flatten(0, -3) if counted is None else fires[counted.to(fires.device)]
-        counts = self._layers.setdefault(reading.layer, _Counts())
+        counts = self._readers.setdefault(reading.layer, _Counts())
         if reading.ids is None:
             everything = ids(torch.arange(active_here.shape[-1], device=active_here.device))
             counts.add(everything.cpu(), active_here.sum(dim=(0, 1)).cpu())
@@ -120,19 +124,23 @@ class Activity:
         counts.active += int(per_token.sum())
         counts.most = max([counts.most, *per_token.tolist()])
 
-    def may_read(self, layer: int, ids: Int[Tensor, " entries"]) -> None:
-        """Register the entries that a layer may read, so that unused ones count as dead."""
-        self._layers.setdefault(layer, _Counts()).add(ids.cpu(), torch.zeros(len(ids), dtype=torch.int64))
+    def may_read(self, reader: int, ids: Int[Tensor, " entries"]) -> None:
+        """Register the entries that a reader may read, so that unused ones count as dead."""
+        self._readers.setdefault(reader, _Counts()).add(ids.cpu(), torch.zeros(len(ids), dtype=torch.int64))
 
     def fired(self, layer: int) -> tuple[Int[Tensor, " entries"], Int[Tensor, " entries"]]:
-        """Return (ids in ascending order, how often each was active in a layer, over tokens and heads).
+        """Return (ids in ascending order, how often each was active in a layer of the model, over tokens and heads).
 
         Raises:
             ValueError: no reading of that layer was counted.
         """
-        if layer not in self._layers:
-            raise ValueError(f"layer must be one of {sorted(self._layers)}, got {layer}")
-        return self._layers[layer].ids.clone(), self._layers[layer].fired.clone()
+        total, numbers = _Counts(), {reader: self._place(reader)[0] for reader in self._readers}
+        if layer not in numbers.values():
+            raise ValueError(f"layer must be one of {sorted({*numbers.values()})}, got {layer}")
+        for reader, counts in self._readers.items():
+            if numbers[reader] == layer:
+                total.add(counts.ids, counts.fired)
+        return total.ids, total.fired
 
     def report(self) -> ActivityReport:
         """Return the counts so far as a result.
@@ -140,17 +148,20 @@ class Activity:
         Raises:
             ValueError: no forward pass was counted.
         """
-        layers = {layer: counts for layer, counts in sorted(self._layers.items()) if counts.tokens}
+        layers = {reader: counts for reader, counts in sorted(self._readers.items()) if counts.tokens}
         if not layers:
             raise ValueError("run a forward pass of the model inside the block before report()")
         everything = torch.cat([counts.ids for counts in layers.values()]).unique()
         dead = everything[~torch.isin(everything, torch.cat([c.ids[c.fired > 0] for c in layers.values()]))]
-        summaries = tuple(counts.summary(layer) for layer, counts in layers.items())
+        summaries = tuple(counts.summary(reader, *self._place(reader)) for reader, counts in layers.items())
         return ActivityReport(summaries, len(everything), tuple(dead.tolist()))
+
+    def _place(self, reader: int) -> tuple[int, str]:
+        return self._places.get(reader, (reader, ""))
 
 
 class _Counts:
-    """One layer's activity: how often each entry was active, and how many were active per token."""
+    """One reader's activity: how often each entry was active, and how many were active per token."""
 
     def __init__(self) -> None:
         self.ids = torch.zeros(0, dtype=torch.int64)  # ascending
@@ -165,6 +176,7 @@ class _Counts:
         self.ids, place = torch.cat([self.ids, ids]).unique(return_inverse=True)
         self.fired = torch.zeros_like(self.ids).index_add(0, place, torch.cat([self.fired, fired]))
 
-    def summary(self, layer: int) -> LayerActivity:
+    def summary(self, reader: int, layer: int, name: str) -> LayerActivity:
         entries, dead = len(self.ids), int((self.fired == 0).sum())
-        return LayerActivity(layer, self.tokens, entries, self.read_all, self.active / self.tokens, self.most, dead)
+        numbers = self.tokens, entries, self.read_all, self.active / self.tokens, self.most, dead
+        return LayerActivity(layer, reader, name, *numbers)

@@ -42,9 +42,7 @@ def traced(trace: Trace, position: int) -> Reply:
 def _fired(one: Fired) -> Reply:
     return {
         "name": entry_name(one),
-        **fields(one, "entry", "neuron", "head", "text"),
-        "layer": one.reader,  # by which the page asks for it
-        "model_layer": one.layer,
+        **fields(one, "entry", "layer", "neuron", "head", "text"),
         "promotes": labels(one.promotes),
         "suppresses": labels(one.suppresses),
         **numbers(score=one.score, weight=one.weight, norm=one.norm),
@@ -54,8 +52,7 @@ def _fired(one: Fired) -> Reply:
 
 def described(found: EntryReport, trace: Trace, position: int) -> Reply:
     return {
-        **fields(found, "name", "entry", "place", "head", "without"),
-        "layer": found.reader,
+        **fields(found, "name", "entry", "layer", "place", "head", "without"),
         "norm": number(found.norm),
         "tokens": [token_label(text) for text in trace.tokens],
         "position": position,
@@ -68,8 +65,7 @@ def described(found: EntryReport, trace: Trace, position: int) -> Reply:
 
 def fires(found: EntryReport) -> Reply:
     return {
-        **fields(found, "entry", "active"),
-        "layer": found.reader,
+        **fields(found, "entry", "layer", "active"),
         "read": found.tokens_read,
         "examples": [
             {
@@ -106,7 +102,7 @@ def _pushed(tokens: Sequence[Pushed]) -> list[dict[str, Any]]:
 
 def _near(entries: Sequence[Near]) -> list[dict[str, Any]]:
     return [
-        {**fields(one, "name", "entry"), "layer": one.reader, "cosine": number(one.cosine), "words": labels(one.raised)}
+        {**fields(one, "name", "entry", "layer"), "cosine": number(one.cosine), "words": labels(one.raised)}
         for one in entries
     ]
 

@@ -22,6 +22,7 @@ from attnflow.geometry.table import GeometryScores
 from attnflow.knowledge.layered import reads_entries
 from attnflow.knowledge.reading.entry import removal
 from attnflow.knowledge.reading.provenance import Trace
+from attnflow.knowledge.reading.results import layer_labels
 from attnflow.models import load_model
 from attnflow.models.subject import Loaded, Subject
 from attnflow.report.attribution_rows import head_name, key_name, query_name, remark, row_of, short
@@ -150,7 +151,7 @@ class ModelSession:
             "tokens": [token_label(token) for token in trace.tokens],
             "without": trace.without,
             "note": note,
-            "sides": [f"layer {one.layer}" for one in trace],
+            "sides": [f"layer {label}" for label in layer_labels(trace.layers)],
             "values": table(written(trace)),
             "active": table(active_shares(trace)),
             **entries.traced(here, position),
@@ -162,7 +163,7 @@ class ModelSession:
         strongest = trace.fired(position, count=1)
         if "entry" not in message and strongest:
             one = strongest[0]
-            message = {**message, "entry": one.entry, "layer": one.reader, "head": one.head}
+            message = {**message, "entry": one.entry, "layer": one.layer, "head": one.head}
         model, one, place = self._place(loaded, message, progress)
         return entries.described(self._report(model, one, **place), trace, position)
 
