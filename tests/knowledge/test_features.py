@@ -142,15 +142,15 @@ def test_effects_and_removals_are_those_of_the_model_itself():
         removed = reading.remove([first]).alone[0]
         fired = reading.entry(first)
     left = y[None].clone()
-    left[0, first.position] -= weights[first.position, first.entry] * t["W_dec"][first.entry]
+    left[0, first.position] -= weights[first.position, first.neuron] * t["W_dec"][first.neuron]
     hook = mlp.register_forward_hook(lambda *_: left)
     after = gpt(IDS).logits[0, -1].detach()
     hook.remove()
     logits = logits.detach()
     assert removed == pytest.approx(float(logits[target] - logits.mean() - after[target] + after.mean()), rel=1e-9)
-    score = x[first.position].detach() @ t["W_enc"][:, first.entry] + t["b_enc"][first.entry]
+    score = x[first.position].detach() @ t["W_enc"][:, first.neuron] + t["b_enc"][first.neuron]
     assert fired.value == pytest.approx(float(score), rel=1e-9)
-    assert fired.answer == first.name == f"L1F{first.entry}"
+    assert fired.answer == first.name == f"L1F{first.neuron}"
 
 
 def test_features_carry_what_the_neurons_of_their_layer_carried():

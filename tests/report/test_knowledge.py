@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+import attnflow as af
 from attnflow._core.markup import token_label
 from attnflow.report import figure, page
 from attnflow.report.knowledge import entry_name
 from attnflow.report.svg import encode
+from tests.knowledge.test_layer_numbers import moe
 from tests.knowledge.test_provenance import made
 from tests.report.reading import parse_page, parse_svg, texts
 
@@ -127,3 +129,13 @@ def test_thresholds_are_left_out_where_all_are_zero():
     bare = replace(found, layers=tuple(replace(one, thresholds=one.thresholds * 0) for one in found))
     assert "Threshold" not in page(bare).html
     assert "threshold" not in bare.table()
+
+
+def test_modules_of_one_layer_have_names_of_their_own():
+    found = af.knowledge.trace(af.knowledge.from_ffn(moe()), [3, 4, 5, 6])
+    labels = ["0 experts", "0 shared_expert", "1 experts", "1 shared_expert"]
+    shown = page(found)
+    rows = shown.sections[-1].body.markup.split("<tr>")[2:]
+    assert [re.sub("<.*?>", "", row.split("</t", 1)[0]) for row in rows] == labels
+    for axes in figure(found, picture="layers").axes[:2]:
+        assert [label.get_text() for label in axes.get_yticklabels()] == labels

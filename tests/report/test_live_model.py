@@ -9,6 +9,7 @@ import attnflow as af
 from attnflow.models.subject import Loaded
 from attnflow.report.live import model as live
 from attnflow.report.live.model import MAX_CHARACTERS, ModelSession, explained
+from tests.knowledge.test_layer_numbers import moe
 from tests.models import ZOO, modular, tiny
 
 TEXT = "5 6 7 8 9 10 11 12"
@@ -178,6 +179,19 @@ def test_an_entry_that_several_layers_read_is_asked_for_with_its_layer(monkeypat
     assert place.items() <= ask(page, "entry", text=TEXT).items()
     assert place.items() <= ask(page, "entry", text=TEXT, **place).items()
     assert "layers [0, 1] all read entry 5" in ask(page, "entry", text=TEXT, entry=5)["error"]
+
+
+def test_entries_beside_experts_are_named_and_asked_for_by_the_models_layer(monkeypatch):
+    network = moe()
+    monkeypatch.setattr(live, "load_model", lambda name, tokenizer=True: Loaded(network, None))
+    page = ModelSession("tiny")
+    trace = ask(page, "trace", text=TEXT)
+    assert trace["sides"] == [f"layer {n} {where}" for n in (0, 1) for where in ("experts", "shared_expert")]
+    for one in trace["entries"]:
+        assert one["name"] == f"L{one['layer']}N{one['neuron']}"
+        shown = ask(page, "entry", text=TEXT, **{name: one[name] for name in ("entry", "layer", "head")})
+        assert {name: shown[name] for name in ("name", "entry", "layer")}.items() <= one.items()
+        assert all(near["name"].startswith(f"L{near['layer']}N") for near in shown["near"]["value"])
 
 
 def test_an_entry_taken_out_changes_the_next_token_as_a_zeroed_column_does(page, network):
