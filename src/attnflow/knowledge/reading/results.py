@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any
 
 from attnflow._core.checks import preview
 from attnflow._core.markup import KINDS, aligned, part_name, percent, shorten, token_label
@@ -190,15 +190,8 @@ class ActivityReport(Result):
         return "\n".join(lines)
 
 
-class _Placed(Protocol):
-    @property
-    def layer(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-
-
-def layer_labels(modules: Sequence[_Placed]) -> list[str]:
-    """The number of each module's layer; if others have the same number, also where its path leaves theirs."""
+def layer_labels(modules: Sequence[Any]) -> list[str]:
+    """The `layer` of each module; of several in one layer, with where the path, `name`, leaves those of the others."""
     labels: list[str] = []
     for one in modules:
         paths = [other.name.split(".") for other in modules if other.layer == one.layer]
