@@ -140,7 +140,7 @@ def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
 
     >>> import attnflow as af
     >>> af.report.figure(af.masks.causal(3))
-    Svg(Mask causal(n=3): 66.7\xa0% of (3, 3) pairs allowed: 2 KiB)
+    Svg(Mask causal(n=3): 66.7\xa0% of (3, 3) pairs allowed: 4 KiB)
     """
     kind = kind_of(result)
     if kind.figure is not None:

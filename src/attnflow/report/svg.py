@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import textwrap
@@ -56,7 +57,7 @@ class Svg:
 
     def __repr__(self) -> str:
         title = re.search(r"<title>(.*?)</title>", self.markup)
-        return f"Svg({title[1] if title else ''}: {len(self.markup) / 1024:.0f} KiB)"
+        return f"Svg({html.unescape(title[1]) if title else ''}: {len(self.markup) / 1024:.0f} KiB)"
 
 
 def standalone(markup: str) -> Svg:
