@@ -1,4 +1,4 @@
-/* attnflow studio. Sources: sha256 40099e4c7a20586bdad94b8ffce149f17d2fa475b05e09c89dae342c39634903
+/* attnflow studio. Sources: sha256 bece6c43135936d60a84ecef59c7a011abb566714f3eae3e38d2d16057467747
 
 preact:
 The MIT License (MIT)
