@@ -71,7 +71,8 @@ def test_experts_lose_the_entry_wherever_they_are_chosen(name):
     model = experts_of(name)
     opened, inputs = af.knowledge.from_ffn(model), {"input_ids": IDS[:1]}
     reader = expert_readers(opened)[0]
-    entry = af.knowledge.trace(opened, IDS[:1], top=4, by="norm").fired(-1, layer=reader.layer, count=1)[0].entry
+    fired = af.knowledge.trace(opened, IDS[:1], top=4, by="norm").fired(-1, count=99)
+    entry = next(one.entry for one in fired if one.reader == reader.layer)
     place = int((reader.ids(reader.every()) == entry).nonzero()[0])
     expert, base = opened.knowledge.expert_of([entry])[0], opened.knowledge
     column = place - (base.rows(reader.layer, expert).start - base.rows(reader.layer).start)

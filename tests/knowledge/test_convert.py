@@ -206,8 +206,7 @@ def test_per_layer_embeddings_weigh_entries_by_the_token(name):
     model.model.layers[0].per_layer_projection.register_forward_pre_hook(lambda module, args: read.append(args[0]))
 
     def weights():
-        layer = af.knowledge.trace(opened, ids, top=width).layer(0)
-        assert layer.letter == "P"
+        layer = next(one for one in af.knowledge.trace(opened, ids, top=width).layers if one.letter == "P")
         found = torch.zeros(ids.shape[1], 1 + width)  # a last column for places that nothing fired at
         return found.scatter_(1, layer.ids.where(layer.ids >= 0, torch.tensor(width)), layer.weights)[:, :width]
 
