@@ -90,7 +90,7 @@ def test_typing_is_answered_when_the_hand_rests_and_the_line_asks_why(prompt):
     line = re.match(r"L(\d+)H(\d+)", name).groups()
     work = prompt.locator(".work")
     assert (work.get_by_label("layer").input_value(), work.get_by_label("head").input_value()) == line
-    assert f"head {line[1]} of layer {line[0]}" in prompt.locator(".view .verdict").text_content()
+    assert f"layer {line[0]} head {line[1]}" in prompt.locator(".view .verdict").text_content()
 
 
 def test_a_line_is_taken_out_and_an_entry_with_it_and_both_are_put_back(prompt):
@@ -189,7 +189,7 @@ def test_after_a_change_of_head_the_old_key_is_not_sent_along(prompt):
     work.get_by_role("button", name="Run").click()
     settled(prompt)
     assert work.get_by_label("head").get_attribute("placeholder") == "the telling one"
-    assert re.search(r"In head \d", prompt.locator(".view .verdict").text_content())
+    assert re.search(r"In layer \d head \d", prompt.locator(".view .verdict").text_content())
 
 
 def test_a_reload_a_second_tab_and_back_lose_nothing(prompt, server):
