@@ -34,6 +34,7 @@ from attnflow.models.passes.interception import (
 from attnflow.models.subject import Loaded, Subject, Text
 
 Place = tuple[str, str, str]  # kind, half and path of the list of layers
+_ADVICE: Final = "af.audit.measure measures its order"
 _MASKED: Final = -9e3  # what is added to a score instead of removing its pair is -1e4 or less; ALiBi adds more
 
 
@@ -201,7 +202,7 @@ def _kept(call: AttentionCall, proceed: Proceed) -> Tensor:
     if len(output) != 1:
         raise UnsupportedArchitecture(
             f"{type(call.module).__name__} attends in {len(output)} windows of one input, which have no mask in "
-            "common: af.audit.measure measures its order"
+            f"common: {_ADVICE}"
         )
     if output.ndim == 3:  # some kernels join the heads
         output = output.unflatten(-1, (query.shape[1], -1))
@@ -231,16 +232,13 @@ def _told(subject: Subject, named: Mapping[str, Tensor], found: _Found) -> list[
     mixers = dict.fromkeys(name for path in subject.layers for name in _mixers(subject.model.get_submodule(path)))
     if not any(attends(module) for module in subject.model.modules()):
         by = f"its layers mix positions by {', '.join(mixers)}" if mixers else "nothing in it mixes positions"
-        raise UnsupportedArchitecture(
-            f"{subject.kind} has no attention, and so no mask: {by}. af.audit.measure measures its order"
-        )
+        raise UnsupportedArchitecture(f"{subject.kind} has no attention, and so no mask: {by}. {_ADVICE}")
     try:
         with still(subject.model), torch.no_grad():
             usual, output = _run(subject, named), _run(subject, named, output_attentions=True)
     except REFUSALS as error:
         raise UnsupportedArchitecture(
-            f"{subject.kind} shows no weights of attention ({type(error).__name__}: {refusal(error)}): "
-            "af.audit.measure measures its order"
+            f"{subject.kind} shows no weights of attention ({type(error).__name__}: {refusal(error)}): {_ADVICE}"
         ) from error
     told, wanted = _first(output), _first(usual)
     if told.shape != wanted.shape or not torch.allclose(told, wanted, rtol=1e-2, atol=1e-3):
@@ -259,8 +257,7 @@ def _told(subject: Subject, named: Mapping[str, Tensor], found: _Found) -> list[
             found.add(place, number, _positive(weights, f"{subject.kind}, {name}", own=place[0] == "attention"))
     if not found.parts():
         raise UnsupportedArchitecture(
-            f"{subject.kind} computes its attention itself and returns no weights of it: af.audit.measure measures its "
-            "order"
+            f"{subject.kind} computes its attention itself and returns no weights of it: {_ADVICE}"
         )
     return list(mixers)
 
@@ -282,6 +279,5 @@ def _positive(weights: object, where: str, own: bool) -> Tensor:
                 return kept
             problem = "zero in some heads only, where they may be rounded"
     raise UnsupportedArchitecture(
-        f"{where}: it is computed by the model itself, and what that returns is {problem}: af.audit.measure measures "
-        "its order"
+        f"{where}: it is computed by the model itself, and what that returns is {problem}: {_ADVICE}"
     )

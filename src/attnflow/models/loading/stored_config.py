@@ -28,14 +28,7 @@ def stored_config(model: str) -> Mapping[str, Any]:
             return _read(place / "config.json")
         files = sorted(place.glob("*.gguf")) if place.is_dir() else [place]
         return _of_gguf(files[0]) if len(files) == 1 else {}
-    except (
-        OSError,
-        ValueError,
-        ImportError,
-        LookupError,
-        RecursionError,
-        struct.error,
-    ):  # loading it says what is wrong
+    except (OSError, ValueError, ImportError, LookupError, RecursionError, struct.error):  # loading it says why
         return {}
 
 
